@@ -1,0 +1,2301 @@
+"""pytest                        everything that proves the mathematics; CPU, no download, under three minutes
+pytest -m benchmark -s        speed and memory, one JSON line each
+
+Every formula is checked against something that does not share its code: float64 autograd, a plain loop, a case worked
+by hand, an identity from the paper, or an invariance.
+"""
+
+import ast
+import copy
+import csv
+import html
+import json
+import math
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, BloomConfig, BloomForCausalLM, CohereConfig,
+                          CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, GraniteConfig,
+                          GraniteForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, Phi3Config,
+                          PreTrainedTokenizerFast, Qwen2Config, Qwen3Config, Qwen3ForCausalLM)
+from transformers.masking_utils import eager_mask
+
+import m3
+import ntk
+import train
+
+HERE = pathlib.Path(__file__).parent
+PAD, EOS = 0, 1
+
+
+def tiny(kind="qwen3", seed=0, vocab=23, dtype=torch.float32, **kw):
+    torch.manual_seed(seed)
+    if kind == "gpt2":
+        config = GPT2Config(vocab_size=vocab, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+        model = GPT2LMHeadModel(config)
+    else:
+        config_class, model_class = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[kind]
+        shape = dict(vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3)
+        if kind == "qwen3":
+            shape["head_dim"] = 8
+        model = model_class(config_class(**shape | kw))
+    return model.eval().to(dtype)
+
+
+def logits64(*shape, seed=0, scale=2.0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+
+
+# --- residuals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["fkl", "rkl", "jsd", "rkl-topk"])
+@pytest.mark.parametrize("clip", [False, True])
+def test_distill_residual_is_the_gradient(kind, clip):
+    student, teacher = logits64(5, 7, 11).requires_grad_(), logits64(5, 7, 11, seed=1)
+    D = m3.divergence(student, teacher, kind, lam=0.3, k=4)
+    tau = D.median().item() + 1e-6 if clip else None
+    loss = D.clamp(max=tau) if clip else D
+    (gradient,) = torch.autograd.grad(loss.sum(), student)
+    residual = m3.distill_residual(student.detach(), teacher, kind, lam=0.3, tau=tau, k=4)
+    torch.testing.assert_close(residual, gradient, rtol=1e-10, atol=1e-12)
+    if clip:  # a clipped token is left alone, wholly; some are, some are not
+        assert (residual[D.detach() > tau] == 0).all() and 0 < (D > tau).float().mean() < 1
+
+
+def test_reward_residual_is_the_gradient_and_has_the_right_sign():
+    z, y, A = logits64(3, 3, 5).requires_grad_(), torch.randint(0, 5, (3, 3)), torch.tensor([1.0, -2.0, 0.0])
+    loss = -(A.double()[:, None] * z.log_softmax(-1).gather(-1, y[..., None])[..., 0]).sum()  # B == N on purpose
+    (gradient,) = torch.autograd.grad(loss, z)
+    residual = m3.reward_residual(z.detach(), y, A.double())
+    torch.testing.assert_close(residual, gradient, rtol=1e-10, atol=1e-12)
+    moved = (z - 0.01 * residual).log_softmax(-1).gather(-1, y[..., None]) - z.log_softmax(-1).gather(-1, y[..., None])
+    assert (moved[0] > 0).all() and (moved[1] < 0).all() and (moved[2] == 0).all()
+    per_token = m3.reward_residual(z.detach(), y, A.double()[:, None].expand(3, 3))
+    assert torch.equal(per_token, residual)
+
+
+def test_divergences_by_hand():
+    T, S = torch.tensor([0.9, 0.1]).double().log(), torch.tensor([0.5, 0.5]).double().log()
+    assert m3.divergence(S, T, "fkl").item() == pytest.approx(0.36806, abs=1e-5)
+    assert m3.divergence(S, T, "jsd", lam=0.1).item() == pytest.approx(0.03360, abs=1e-5)  # swapped weights: 0.32952
+    assert m3.divergence(S, T, "jsd", lam=0.5).item() == pytest.approx(0.10175, abs=1e-5)  # mixed logs: 0.21972
+    teacher, student = torch.tensor([0.6, 0.2, 0.15, 0.05]).log(), torch.tensor([0.7, 0.25, 0.03, 0.02]).log()
+    q = torch.tensor([0.7, 0.25]) / 0.95
+    by_hand = (q * (torch.tensor([0.7, 0.25]) / torch.tensor([0.6, 0.2])).log()).sum()
+    assert m3.divergence(student, teacher, "rkl-topk", k=2).item() == pytest.approx(by_hand.item(), abs=1e-6)
+    lower = m3.divergence(torch.tensor([0.4, 0.3, 0.3]).log(), torch.tensor([0.8, 0.19, 0.01]).log(), "rkl-topk", k=1)
+    assert lower < 0  # no KL: reported raw
+    assert m3.divergence(student, teacher, "rkl-topk", k=99) == pytest.approx(m3.divergence(student, teacher, "rkl").item())
+
+
+def test_jsd_is_a_quarter_of_fkl_near_agreement_and_vanishes_at_the_ends():
+    student = logits64(4, 9)
+    teacher = student + 1e-4 * logits64(4, 9, seed=2)
+    quarter = m3.distill_residual(student, teacher, "jsd") / m3.distill_residual(student, teacher, "fkl")
+    torch.testing.assert_close(quarter, torch.full_like(quarter, 0.25), rtol=1e-2, atol=0)
+    far = logits64(4, 9, seed=3)
+    for lam, kind in ((1e-6, "fkl"), (1 - 1e-6, "rkl")):
+        scaled = m3.divergence(student, far, "jsd", lam) / min(lam, 1 - lam)
+        torch.testing.assert_close(scaled, m3.divergence(student, far, kind), rtol=1e-3, atol=0)
+
+
+def test_padded_vocabulary_gives_no_nan():
+    student, teacher = logits64(3, 8), logits64(3, 8, seed=1)
+    cut = {"fkl", "rkl", "jsd", "rkl-topk"}
+    for kind in cut:
+        padded = [F.pad(x, (0, 2), value=-math.inf) for x in (student, teacher)]
+        torch.testing.assert_close(m3.divergence(*padded, kind), m3.divergence(student, teacher, kind))
+        torch.testing.assert_close(m3.distill_residual(*padded, kind)[:, :8], m3.distill_residual(student, teacher, kind))
+
+
+def test_low_precision_logits_are_scored_in_float32():
+    z = logits64(4, 300).bfloat16()
+    assert m3.divergence(z, z.flip(-1)).dtype == torch.float32
+    assert m3.reward_residual(z[None], torch.zeros(1, 4, dtype=torch.long), torch.ones(1)).dtype == torch.float32
+
+
+# --- M3's own algebra ---------------------------------------------------------------------------------------------------
+
+
+def test_normalize_keeps_zero_and_caps_the_norm():
+    x = torch.stack([torch.zeros(6), torch.full((6,), 1e-3), torch.full((6,), 30.0)])
+    n = m3.normalize(x, 0.1).norm(dim=-1)
+    assert n[0] == 0 and n[1] == pytest.approx(math.sqrt(6) * 1e-3 / (math.sqrt(6) * 1e-3 + 0.1)) and 0.99 < n[2] < 1
+
+
+def test_gates():
+    K = torch.tensor([-1e-9, 0.0, 2.0])
+    assert m3.gate_select(K, 0.15).tolist() == pytest.approx([0.0, 0.15, 0.15])
+    assert m3.gate_norm(K, 0.15).tolist() == pytest.approx([0.15] * 3)
+    cos = torch.tensor([-1.0, 0.0, 1.0])
+    assert m3.gate_soft(cos, 0.2, 0.0).tolist() == pytest.approx([0.1] * 3)
+    soft = m3.gate_soft(cos, 0.2, 2.0)
+    assert soft[0] < soft[1] == 0.1 < soft[2] and soft[2].item() == pytest.approx(0.2 / (1 + math.exp(-2)))
+    torch.testing.assert_close(m3.gate_soft(cos, 0.2, 1e4)[[0, 2]], m3.gate_select(cos, 0.2)[[0, 2]])
+
+
+def test_m3_seed_mixes_unit_residuals():
+    D, R = torch.tensor([[3.0, -3.0]]), torch.tensor([[0.0, 0.01]])
+    seed = m3.m3_seed(D, R, torch.tensor([0.25]), 1e-12)
+    root = math.sqrt(0.5)
+    torch.testing.assert_close(seed, torch.tensor([[0.25 * root, -0.25 * root + 0.75]]))
+
+
+# --- advantages and weights -----------------------------------------------------------------------------------------------
+
+
+def test_group_advantages():
+    r = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1])
+    A = m3.group_advantages(r, 4)
+    assert A[:4].tolist() == pytest.approx([0.75 / (0.5 + 1e-4)] + [-0.25 / (0.5 + 1e-4)] * 3)
+    assert (A[4:] == 0).all() and A.abs().max() < 2
+    assert m3.group_advantages(r, 4, "population")[0].item() == pytest.approx(0.75 / (math.sqrt(3) / 4 + 1e-4))
+    assert m3.group_advantages(r, 4, "none")[0].item() == 0.75
+    assert (m3.group_advantages(torch.full((6,), 0.1), 3) == 0).all()  # a mean of 0.1s is not 0.1 in float32
+    tiled = m3.group_advantages(torch.tensor([1.0, 1, 1, 0, 0, 0]), 3)
+    assert (tiled == 0).all()  # consecutive rows form a group; interleaved prompts would give means of 0.67 and 0.33
+    for bad, size in ((torch.ones(1), 1), (torch.ones(5), 2), (torch.tensor([1.0, math.nan]), 2)):
+        with pytest.raises(ValueError):
+            m3.group_advantages(bad, size)
+
+
+def test_token_weights_pin_the_reduction():
+    mask = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]]).bool()
+    loss = torch.tensor([[0.5] * 6, [-0.25] * 6])
+    assert (m3.token_weights(mask, 2) * loss).sum().item() == pytest.approx(0.125)
+    assert (m3.token_weights(mask, 2, mask.sum()) * loss).sum().item() == pytest.approx(-0.0625)
+    empty = torch.zeros(2, 3).bool()
+    assert (m3.token_weights(empty, 2) == 0).all() and (m3.token_weights(empty, 2, empty.sum()) == 0).all()
+
+
+# --- sampler ------------------------------------------------------------------------------------------------------------------
+
+
+PROMPTS = [[5, 6, 7, 8], [9, 4, 3, 2, 11, 12, 13], [14]]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
+def test_greedy_equals_generate_and_padding_does_not_matter(kind):
+    model = tiny(kind)
+    tokens, mask, logp = m3.sample(model, PROMPTS, 2, 12, 0.0, eos_ids=[EOS, 2], pad_id=PAD)
+    for i, prompt in enumerate(PROMPTS):
+        reference = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(), do_sample=False,
+                                   max_new_tokens=12, eos_token_id=[EOS, 2], pad_token_id=PAD)[0, len(prompt):]
+        for row in (2 * i, 2 * i + 1):
+            assert tokens[row][mask[row]].tolist() == reference.tolist()
+
+
+def test_sampler_mask_logprobs_and_uniforms():
+    model = tiny()
+    uniforms = torch.rand(12, 10, generator=torch.Generator().manual_seed(0))
+    tokens, mask, logp = m3.sample(model, PROMPTS, 4, 10, 0.7, eos_ids=[EOS, 2, 3], pad_id=PAD, uniforms=uniforms)
+    assert mask.any(1).all() and 0 < mask.float().mean() < 1
+    for row in range(12):
+        n = int(mask[row].sum())
+        assert mask[row, :n].all() and not mask[row, n:].any() and (tokens[row, n:] == PAD).all()
+        body = tokens[row, : n - 1]
+        assert not torch.isin(body, torch.tensor([EOS, 2, 3])).any()  # the first end token is the last one in
+        assert n == tokens.shape[1] or tokens[row, n - 1] in (EOS, 2, 3)
+        full = torch.tensor([PROMPTS[row // 4] + tokens[row, :n].tolist()])
+        reference = (model(full).logits[0, -n - 1:-1] / 0.7).log_softmax(-1).gather(-1, tokens[row, :n, None])[:, 0]
+        torch.testing.assert_close(logp[row, :n], reference, rtol=1e-4, atol=1e-5)
+    # a row's tokens depend on its own uniforms alone, not on who shares the batch
+    alone, alone_mask, _ = m3.sample(model, PROMPTS[1:2], 4, 10, 0.7, eos_ids=[EOS, 2, 3], pad_id=PAD, uniforms=uniforms[4:8])
+    for a, am, b, bm in zip(alone, alone_mask, tokens[4:8], mask[4:8]):
+        assert a[am].tolist() == b[bm].tolist()
+    assert len({tuple(t.tolist()) for t in tokens[4:8]}) > 1  # a group is not four copies
+    g = lambda s: m3.sample(model, PROMPTS, 2, 10, eos_ids=[EOS], pad_id=PAD, generator=torch.Generator().manual_seed(s))[0]
+    assert torch.equal(g(1), g(1)) and not torch.equal(g(1), g(2))
+
+
+def test_sampler_draws_from_the_model_and_not_from_its_generation_config():
+    model = tiny()
+    model.generation_config.temperature, model.generation_config.top_k = 0.01, 1
+    tokens, _, _ = m3.sample(model, [[5, 6]], 4000, 1, eos_ids=[EOS], pad_id=PAD, generator=torch.Generator().manual_seed(0))
+    expected = model(torch.tensor([[5, 6]])).logits[0, -1].softmax(-1)
+    observed = torch.bincount(tokens[:, 0], minlength=23) / 4000
+    assert (observed - expected).abs().max() < 0.03
+    narrow, _, logp = m3.sample(model, [[5, 6]], 500, 1, eos_ids=[EOS], pad_id=PAD, top_k=3,
+                                generator=torch.Generator().manual_seed(0))
+    assert set(narrow[:, 0].tolist()) == set(expected.topk(3).indices.tolist())
+    nucleus = m3.filter_logits(torch.tensor([0.5, 0.3, 0.15, 0.05]).log(), top_p=0.7)
+    assert nucleus.exp().tolist() == pytest.approx([0.5, 0.3, 0.0, 0.0])
+
+
+# --- scoring and gradients --------------------------------------------------------------------------------------------------
+
+
+def responses(model, G=3, N=9):
+    return m3.sample(model, PROMPTS, G, N, eos_ids=[EOS, 2, 3], pad_id=PAD, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
+def test_hidden_states_equal_one_row_at_a_time(kind):
+    model = tiny(kind)
+    tokens, mask, logp = responses(model)
+    h = m3.hidden_states(model.base_model, PROMPTS, tokens, 3, PAD)
+    z = model.get_output_embeddings()(h)
+    for row in range(len(tokens)):
+        n = int(mask[row].sum())
+        full = torch.tensor([PROMPTS[row // 3] + tokens[row, :n].tolist()])
+        torch.testing.assert_close(z[row, :n], model(full).logits[0, -n - 1:-1], rtol=1e-4, atol=1e-4)
+    scored = m3.log_softmax(z).gather(-1, tokens[..., None])[..., 0]
+    torch.testing.assert_close(scored[mask], logp[mask], rtol=1e-4, atol=1e-4)
+
+
+def plain_gradient(model, tokens, mask, advantages, G):
+    """The reward loss of eq 2 by autograd, one row at a time, mean over responses of the mean over tokens."""
+    loss = 0.0
+    for row in range(len(tokens)):
+        n = int(mask[row].sum())
+        full = torch.tensor([PROMPTS[row // G] + tokens[row, :n].tolist()])
+        logp = model(full).logits[0, -n - 1:-1].log_softmax(-1).gather(-1, tokens[row, :n, None])
+        loss = loss - advantages[row] * logp.mean() / len(tokens)
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_seeded_backward_through_shared_prompts_and_chunks_equals_autograd(tied):
+    model = tiny(dtype=torch.float64, tie_word_embeddings=tied)
+    tokens, mask, _ = responses(model)
+    A = torch.linspace(-1, 2, len(tokens), dtype=torch.float64)
+    params, weights = list(model.parameters()), m3.token_weights(mask, len(tokens)).double()
+    h = m3.hidden_states(model.base_model, PROMPTS, tokens, 3, PAD)[mask]
+    leaf = h.detach().requires_grad_()
+    into, leaf_grad = [torch.zeros_like(p) for p in params], torch.zeros_like(leaf)
+    for c in (slice(0, 5), slice(5, 6), slice(6, len(leaf))):
+        z = model.get_output_embeddings()(leaf[c])
+        seed = m3.reward_residual(z.detach(), tokens[mask][c], A[:, None].expand_as(mask)[mask][c])
+        m3.accumulate([leaf_grad, *into], z, [leaf, *params], seed * weights[mask][c, None])
+    m3.accumulate(into, h, params, leaf_grad)
+    for got, expected in zip(into, plain_gradient(model, tokens, mask, A, 3)):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)  # norms and 1/N are float32
+
+
+def test_masked_positions_have_no_effect():
+    model = tiny()
+    tokens, mask, _ = responses(model)
+    junk = torch.where(mask, tokens, torch.randint(3, 23, tokens.shape))
+    a, b = (m3.hidden_states(model.base_model, PROMPTS, t, 3, PAD)[mask] for t in (tokens, junk))
+    assert torch.equal(a, b)
+
+
+# --- the program ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """A folder to run in, whose cached toy base model is an untrained one: the program, not the learning, is tested."""
+    folder = tmp_path_factory.mktemp("world")
+    model = train.toy_base_model(0, steps=1)
+    with torch.no_grad():  # random logits near 0 would make every method's step alike
+        for p in model.parameters():
+            p.mul_(2)
+    model.save_pretrained(train.toy_base_path(folder / "runs/cache", 0))
+    return folder
+
+
+FAST = ("--steps 3 --prompts-per-step 4 --group-size 4 --max-new-tokens 8 --eval-limit 4 --eval-every 2 --save-every 1 "
+        "--device cpu --threads 1 --kernel logit").split()
+
+
+def run(world, *argv, code=0, read=True):
+    """train.py in this process, as `python train.py` would run it. Returns its metrics without the time fields."""
+    here = os.getcwd()
+    os.chdir(world)
+    try:
+        train.main([*FAST, *argv])
+        assert code == 0
+    except SystemExit as end:
+        assert end.code == code, f"exit code {end.code}"
+        return None
+    finally:
+        os.chdir(here)
+    if not read:
+        return None
+    out = argv[argv.index("--out") + 1]
+    lines = [json.loads(line) for line in (world / out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in lines]
+
+
+def weights(world, out):
+    from safetensors.torch import load_file
+    return load_file(world / out / "last" / "model.safetensors")
+
+
+@pytest.fixture
+def rewarded(monkeypatch):
+    """An untrained model never answers right, so pay by the completion's length instead: rewards then differ in a group."""
+    monkeypatch.setattr(m3, "verify", lambda text, gold, kind: len(text) % 2)
+
+
+@pytest.mark.parametrize("method", train.METHODS)
+def test_every_method_trains_and_does_not_depend_on_the_batch_split(world, method, rewarded):
+    a = run(world, "--method", method, "--out", f"{method}-a")
+    assert [line["step"] for line in a] == [0, 1, 2, 3] and all(set(line) >= set(train.METRICS) - {"seconds", "tokens_per_second"}
+                                                                for line in a)
+    assert all(line["grad_norm"] > 0 for line in a[1:])
+    run(world, "--method", method, "--out", f"{method}-b", "--micro-batch", "2", "--vocab-chunk", "5")
+    start = train.Qwen3ForCausalLM.from_pretrained(train.toy_base_path(world / "runs/cache", 0)).state_dict()
+    one, two = weights(world, f"{method}-a"), weights(world, f"{method}-b")
+    moved = max((one[k] - start[k]).abs().max() for k in one)
+    # AdamW's first steps are signs of gradients: where a gradient is about 0, rounding alone may turn one
+    apart = torch.cat([(one[k] - two[k]).abs().flatten() for k in one])
+    assert moved > 1e-4 and (apart < 1e-5).float().mean() > 0.995, (moved, apart.max())
+
+
+def test_hybrid_ends_are_grpo_and_opd_bit_for_bit(world, rewarded):
+    for alpha, method in (("0", "grpo"), ("1", "opd")):
+        run(world, "--method", "hybrid", "--alpha", alpha, "--out", f"hybrid{alpha}")
+        run(world, "--method", method, "--out", f"end-{method}")
+        one, two = weights(world, f"hybrid{alpha}"), weights(world, f"end-{method}")
+        assert all(torch.equal(one[k], two[k]) for k in one)
+    assert any(not torch.equal(weights(world, "end-grpo")[k], weights(world, "end-opd")[k]) for k in one)
+
+
+def test_seed_governs_everything(world, rewarded):
+    a, b, c = (run(world, "--out", f"seed-{i}", "--seed", s) for i, s in enumerate("001"))
+    assert a == b and a != c
+    d = run(world, "--out", "seed-eval", "--seed", "0", "--eval-every", "1", "--stats-every", "0")
+    assert [line["loss_D"] for line in d] == [line["loss_D"] for line in a]  # looking does not change what is seen
+
+
+def test_resume_is_bit_for_bit(world, rewarded):
+    whole = run(world, "--out", "whole", "--steps", "4")
+    run(world, "--out", "parts", "--steps", "2")
+    with open(world / "parts" / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 3, "reward": 9.0}) + "\n")  # a line written after the last checkpoint, then a kill
+    parts = run(world, "--resume", "parts", "--out", "parts", "--steps", "4")
+    assert [{k: v for k, v in x.items() if k != "accuracy"} for x in parts] == [
+        {k: v for k, v in x.items() if k != "accuracy"} for x in whole]
+    one, two = weights(world, "whole"), weights(world, "parts")
+    assert all(torch.equal(one[k], two[k]) for k in one)
+
+
+def test_eg_takes_its_peek_back(world, rewarded):
+    """With a vanishing --lr the outer step is nothing, so weights that moved would be the inner step, not undone."""
+    run(world, "--method", "m3-eg", "--lr", "1e-14", "--out", "eg0", "--eta-in", "1e14")
+    start = train.Qwen3ForCausalLM.from_pretrained(train.toy_base_path(world / "runs/cache", 0)).state_dict()
+    assert all((v - start[k]).abs().max() < 1e-13 for k, v in weights(world, "eg0").items())
+    run(world, "--method", "m3-eg", "--out", "eg1", "--eta-in", "0")
+    run(world, "--method", "m3-eg", "--out", "eg2", "--eta-in", "1e4")
+    assert any(not torch.equal(weights(world, "eg1")[k], v) for k, v in weights(world, "eg2").items())
+
+
+def test_swa_is_the_mean_of_the_last_two_checkpoints(world, rewarded, monkeypatch):
+    judged = []
+    original = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda model, *a: (judged.append({k: v.clone() for k, v in model.state_dict().items()}),
+                                                              original(model, *a))[1])
+    run(world, "--out", "swa", "--swa", "--lr", "1e-2")
+    from safetensors.torch import load_file
+    two, three = (load_file(world / f"swa/checkpoint-{n}/model.safetensors") for n in (2, 3))
+    assert all(torch.allclose(judged[-1][k], (two[k] + three[k]) / 2) for k in two) and not torch.equal(judged[-1][k := next(iter(two))], two[k])
+    assert "accuracy_swa" in json.loads((world / "swa" / "summary.json").read_text())
+
+
+def test_probe_ends_with_the_papers_rule(world, rewarded, capsys):
+    run(world, "--probe", "--out", "probe")
+    printed = capsys.readouterr().out
+    assert "Caveat" in printed and json.loads((world / "probe" / "summary.json").read_text())["steps"] == 10
+
+
+def test_compare_makes_one_table_and_goes_on_where_it_stopped(world):
+    run(world, "--compare", "m3-select", "--seeds", "2", "--out", "cmp", read=False)
+    table = (world / "cmp" / "table.md").read_text()
+    assert table.count("\n") == 3 and "| m3-select |" in table and (world / "cmp" / "curves.png").stat().st_size > 10_000
+    stamp = (world / "cmp" / "m3-select-0" / "summary.json").stat().st_mtime
+    (world / "cmp" / "m3-select-1" / "summary.json").unlink()  # as if killed before its end: it resumes from its checkpoint
+    run(world, "--compare", "m3-select", "--seeds", "2", "--out", "cmp", read=False)
+    assert (world / "cmp" / "m3-select-1" / "summary.json").exists() and (world / "cmp" / "table.md").read_text() == table
+    assert (world / "cmp" / "m3-select-0" / "summary.json").stat().st_mtime == stamp
+
+
+def test_a_collapsed_run_is_seen_and_may_stop(world, monkeypatch):
+    monkeypatch.setattr(m3, "verify", lambda text, gold, kind: 0)
+    lines = run(world, "--out", "fall", "--steps", "14", "--stop-on-collapse", "--method", "grpo")
+    assert [line["step"] for line in lines if line["collapsed"]] == [10] and lines[-1]["step"] == 10
+    assert json.loads((world / "fall" / "summary.json").read_text())["collapsed_at"] == 10
+
+
+def test_checkpoint_loads_as_an_ordinary_model(world, rewarded):
+    run(world, "--out", "loads")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model, tokenizer = (c.from_pretrained(world / "loads" / "last") for c in (AutoModelForCausalLM, AutoTokenizer))
+    ids = tokenizer("Ann has 7 pens , gets 5 . How many ? Answer :", return_tensors="pt")
+    assert model.generate(**ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] >= ids["input_ids"].shape[1]
+    assert {p.name for p in (world / "loads").iterdir()} == {"config.json", "metrics.jsonl", "samples.jsonl", "summary.json",
+                                                            "checkpoint-1", "checkpoint-2", "checkpoint-3", "last"}
+    summary = json.loads((world / "loads" / "summary.json").read_text())
+    assert set(summary) == {"method", "seed", "steps", "accuracy_start", "accuracy_end", "reward_first20", "reward_last20",
+                            "kappa_mean", "conflict_mean", "collapsed_at", "seconds"}
+
+
+@pytest.mark.parametrize("argv, word", [
+    (["--no-such-flag"], "--no-such-flag"), (["--method", "m4"], "--method"), (["--group-size", "1"], "--group-size"),
+    (["--lam", "1"], "--lam"), (["--micro-batch", "3"], "--micro-batch"), (["--steps", "two"], "--steps"),
+    (["--resume", "nowhere"], "--resume"), (["--temperature", "0"], "--temperature"), (["--plot", "nowhere"], "--plot")])
+def test_a_users_mistake_ends_with_2_and_one_line(world, capsys, argv, word):
+    run(world, *argv, code=2)
+    error = capsys.readouterr().err.strip()
+    assert word in error and "\n" not in error and "Traceback" not in error
+
+
+def test_toy_world(world):
+    tokenizer, rows = train.toy_tokenizer(), train.toy_rows(400, 1) + train.toy_rows(100, 0, heldout=True)
+    for row in rows:
+        ids = tokenizer(row["solution"])["input_ids"]
+        assert tokenizer.unk_token_id not in ids + tokenizer(row["question"])["input_ids"]
+        assert m3.verify(tokenizer.decode(ids), row["answer"], "gsm8k") == 1
+        wrong = str(int(row["answer"]) + 1)
+        assert m3.verify(tokenizer.decode(ids), wrong, "gsm8k") == 0
+        student, teacher = (tokenizer(m3.prompt_text(tokenizer, row, reference=hint))["input_ids"] for hint in ("", row["solution"]))
+        assert student[-2:] == teacher[-2:] and row["solution"] not in m3.prompt_text(tokenizer, row)
+    held = {row["question"].split(" ", 1)[1] for row in rows[400:]}
+    assert not held & {row["question"].split(" ", 1)[1] for row in rows[:400]}
+
+
+def test_command_line_in_its_own_process(world):
+    done = subprocess.run([sys.executable, str(HERE / "train.py"), *FAST, "--out", "cli"], cwd=world, capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "greedy accuracy" in done.stdout and (world / "cli" / "last" / "model.safetensors").exists()
+    done = subprocess.run([sys.executable, str(HERE / "train.py"), "--plot", "cli"], cwd=world, capture_output=True, text=True)
+    assert done.returncode == 0 and (world / "cli" / "curves.png").stat().st_size > 10_000
+
+
+# --- baselines -------------------------------------------------------------------------------------------------------------------
+
+
+def two_gradients(seed=0, angle=None):
+    """(g_R, g_D, norm_R, norm_D, phi) of two vectors, at a given angle if wanted."""
+    g_R, g_D = logits64(2, 50, seed=seed)
+    if angle is not None:
+        side = g_D - (g_D @ g_R) / (g_R @ g_R) * g_R
+        g_D = 3 * (math.cos(angle) * g_R / g_R.norm() + math.sin(angle) * side / side.norm())
+    norms = g_R.norm().item(), g_D.norm().item()
+    return g_R, g_D, *norms, (g_R @ g_D).item() / norms[0] / norms[1]
+
+
+def test_gradnorm_equalises_the_norms_and_never_divides_by_zero():
+    for norm_R, norm_D in ((3.0, 0.5), (1e-3, 7.0)):
+        kappa = norm_R / norm_D
+        w_R, w_D = m3.gradnorm_weights(norm_R, norm_D)
+        assert (w_R, w_D) == pytest.approx((1 / (1 + kappa), kappa / (1 + kappa)))  # Prop. 5
+        assert w_R * norm_R == pytest.approx(w_D * norm_D) and w_R + w_D == pytest.approx(1)
+    assert m3.gradnorm_weights(0.0, 2.0) == (1.0, 0.0) and m3.gradnorm_weights(2.0, 0.0) == (0.0, 1.0)
+    assert m3.gradnorm_weights(0.0, 0.0) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("angle", [2.0, 2.9, 1.0])
+def test_pcgrad_projects_on_the_original_other(angle):
+    g_R, g_D, norm_R, norm_D, phi = two_gradients(angle=angle)
+    w_R, w_D = m3.pcgrad_weights(norm_R, norm_D, phi)
+    got = w_R * g_R + w_D * g_D
+    if phi >= 0:
+        torch.testing.assert_close(got, g_R + g_D)
+        return
+    p_R, p_D = g_R - (g_R @ g_D) / (g_D @ g_D) * g_D, g_D - (g_R @ g_D) / (g_R @ g_R) * g_R
+    torch.testing.assert_close(got, p_R + p_D)
+    factor = math.sqrt(1 - phi**2)  # Prop. 19: both norms shrink by this, so their ratio is kept
+    assert p_R.norm().item() == pytest.approx(factor * norm_R) and p_D.norm().item() == pytest.approx(factor * norm_D)
+
+
+@pytest.mark.parametrize("angle", [0.3, 1.5, 2.8, None])
+def test_minnorm_against_brute_force(angle):
+    g_R, g_D, *scalars = two_gradients(seed=3, angle=angle)
+    a = ntk.min_norm_alpha(*scalars)
+    grid = torch.linspace(0, 1, 10001).double()[:, None]
+    best = grid[(grid * g_D + (1 - grid) * g_R).norm(dim=-1).argmin()].item()
+    assert a == pytest.approx(best, abs=2e-4)
+
+
+def test_rlsd_scales_the_advantage_and_never_turns_it():
+    A = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 2.0])
+    logp_T, logp_S = torch.tensor([-0.1, -9.0, -0.1, -9.0, -3.0, -1.0]), torch.tensor([-2.0, -2.0, -2.0, -2.0, -1.0, -1.0])
+    got = m3.rlsd_advantages(A, logp_T, logp_S, lam=0.5)
+    # rewarded and the teacher likes it: pushed more; punished and the teacher likes it: punished less
+    assert got.tolist() == pytest.approx([1.1, 0.9, -0.9, -1.1, 0.0, 2.0])
+    assert torch.equal(m3.rlsd_advantages(A, logp_T, logp_S, lam=0.0), A)
+
+
+def test_sdpo_siblings_and_residual():
+    assert m3.sdpo_siblings([0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 0], 4) == [1, 3, 1, 1, 6, 6, -1, 6, -1, 8, 8, 8]
+    student, teacher = logits64(4, 12).requires_grad_(), logits64(4, 12, seed=1)
+    top = student.detach().topk(3).indices
+    loss = 0.0
+    for s, t, index in zip(student.softmax(-1), teacher.softmax(-1), top):
+        p, q = (torch.cat([x[index], (1 - x[index].sum())[None]]) for x in (s, t))
+        m = (p + q) / 2
+        loss = loss + ((q * (q / m).log()).sum() + (p * (p / m).log()).sum()) / 2
+    (gradient,) = torch.autograd.grad(loss, student)
+    torch.testing.assert_close(m3.sdpo_residual(student.detach(), teacher, 3), gradient, rtol=1e-8, atol=1e-10)
+    everything = m3.sdpo_residual(student.detach(), teacher, 99)
+    torch.testing.assert_close(everything, m3.distill_residual(student.detach(), teacher, "jsd"))
+
+
+def test_sdpo_without_a_sibling_does_nothing(world, monkeypatch):
+    """One success in a group: it teaches the others, and itself has no OTHER success to learn from."""
+    monkeypatch.setattr(m3, "verify", lambda text, gold, kind: 0)
+    lines = run(world, "--method", "sdpo", "--out", "sdpo-none")
+    assert all(line["grad_norm"] == 0 and line["loss_D"] == 0 for line in lines[1:])  # nothing to compare with, so no loss
+    start = train.Qwen3ForCausalLM.from_pretrained(train.toy_base_path(world / "runs/cache", 0)).state_dict()
+    assert all(torch.equal(v, start[k]) for k, v in weights(world, "sdpo-none").items())
+
+
+# --- verifier ------------------------------------------------------------------------------------------------------------------
+
+
+KINDS = ("gsm8k", "svamp", "math", "arc")
+# Pieces that have hung or crashed graders: unbalanced brackets, half commands, towers, marks, endless numbers.
+NASTY = ["(", ")", "{", "}", "\\", "\\boxed{", "\\frac{", "\\frac1", "\\text{", "\\sqrt", "\\left", "^{9",
+         "9^{9^{9^{9}}}", "9", "1,", "1,234,", "123 ", "1/", "3/0 ", "1e9", "1e999999999", "-", "=", ".", ", ", "? ",
+         " ", "\n", "\t", "\0", "####", "#### 5\n", "**", "<think>", "</think>", "<answer>", "Answer: ", "answer is ",
+         "A: 1\n", "(A) ", "A or ", "Question:\n", "5 or ", "not ", "−", "½", "²", "٣", "\u2003", "\ud800", "😀", "a"]
+
+
+def lines(name):
+    path = HERE.parent / "shared" / name
+    if not path.exists():
+        pytest.skip(f"{path} is absent")
+    text = path.read_text(encoding="utf-8")
+    return json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
+
+
+CASES = [  # kind, completion, gold, reward, why; most come in pairs, a right and a wrong gold
+    # the marked line
+    ("gsm8k", "Uma plants 7 rows of 9 leeks, 7 * 9 = <<7*9=63>>63.\n#### 63", "63", 1, "marked answer"),
+    ("gsm8k", 'A line such as "#### 8" ends it. Now 6 * 9 = 54.\n#### 54', "54", 1, "quoted format, then the answer"),
+    ("gsm8k", "#### 71\nI missed the two spare ones.\n#### 73", "71", 0, "withdrawn mark"),
+    ("gsm8k", "The answer is 26.\n####", "26", 0, "an empty last mark is an empty answer"),
+    ("gsm8k", "#### \\boxed{26}", "26", 1, "box on the marked line"),
+    ("gsm8k", "#### Total cost: $26.00 (for both)", "26", 1, "words, currency, zero cents, remark"),
+    # reading one number
+    ("gsm8k", "#### 3,604.00", "3604", 1, "thousands comma and zero decimals"),
+    ("gsm8k", "#### 3,604.00", "604", 0, "tail of a grouped number"),
+    ("gsm8k", "\\boxed{\\$5{,}120}", "5120", 1, "LaTeX comma group"),
+    ("gsm8k", "#### 4,7", "47", 0, "two digits after a comma are no thousands"),
+    ("gsm8k", "#### 4,7", "4", 0, "two numbers are no answer"),
+    ("gsm8k", "#### 700", "7", 0, "zeros of an integer count"),
+    ("gsm8k", "#### 32", "2", 0, "gold inside a longer number"),
+    ("gsm8k", "#### -23", "23", 0, "sign matters"),
+    ("gsm8k", "It fell from 9 to −4 degrees.", "-4", 1, "Unicode minus in prose"),
+    ("gsm8k", "He is left with 30-4.", "-4", 0, "a difference is not a negative number"),
+    ("gsm8k", "#### 2 3/4", "2.75", 1, "mixed number"),
+    ("gsm8k", "#### 3/0", "0", 0, "division by zero"),
+    ("gsm8k", "So 65% of the lamps work.", "65", 1, "percent sign"),
+    ("gsm8k", "#### 1e999999999", "1", 0, "absurd exponent, not read as 1"),
+    ("gsm8k", "#### 36028797018963969", "36028797018963968", 0, "beyond 2**53, off by one"),
+    ("gsm8k", "#### 14 + 3 = 17", "17", 1, "result behind the equals sign"),
+    ("gsm8k", "\\boxed{14\\sqrt{2}}", "14", 0, "factor of a root"),
+    ("gsm8k", "#### 20-25", "20", 0, "range"),
+    ("gsm8k", "#### ", "", 0, "an empty gold is never right"),
+    ("svamp", "#### 3/0", "see table", 0, "nor is a gold without a number, even if the reply has none either"),
+    ("svamp", "12 + 19 = 31\n#### 31", "31.0", 1, "gold stored as a float"),
+    ("svamp", "#### 310", "31.0", 0, "the dot of the gold is not dropped"),
+    # a box, a tag, a statement
+    ("gsm8k", "\\boxed{15} at first, \\boxed{16} in the end, for 3 people.", "16", 1, "last box, before later numbers"),
+    ("gsm8k", "The answer is \\boxed{1", "1", 0, "box cut off: the number may go on"),
+    ("svamp", "<answer>77</answer> since 70 + 7 = 77", "77", 1, "tag"),
+    ("svamp", "<answer></answer>", "77", 0, "empty tag"),
+    ("gsm8k", "**Final Answer:** 39 plums, so Bo has 39 - 4 = 35", "39", 1, "bold label, later number"),
+    ("gsm8k", "**Final Answer:** 39 plums, so Bo has 39 - 4 = 35", "35", 0, "number after the first clause"),
+    ("gsm8k", "Kai drives 2 * 45 = 90 miles\nA: 90", "90", 1, "short label at the line start"),
+    ("gsm8k", "The answer is 8 or 9.", "8", 0, "two statements in one"),
+    ("gsm8k", "The answer is not 8, it is 9.", "9", 1, "denied, then given"),
+    ("gsm8k", "The answer is not 8.", "8", 0, "denied"),
+    # the closing sentence
+    ("gsm8k", "2 tents cost 2 * 40 = 80. With the rope, 11 more, she pays $91", "91", 1, "last number"),
+    ("gsm8k", "So Pia counts 67 geese, all told, by noon.", "67", 1, "a comma is no number"),
+    ("gsm8k", "Each jug holds 3.25 litres", "3.25", 1, "decimal and unit without a stop"),
+    ("gsm8k", "It could be 13, 27 or 31.", "31", 0, "undecided"),
+    ("gsm8k", "Perhaps Pia has 31.", "31", 0, "hedged"),
+    ("gsm8k", "First 5 * 14 = 70, which then gets shared by", "70", 0, "cut off after the number"),
+    ("gsm8k", "The price is 5 * 14.", "14", 0, "product left unfinished"),
+    # whose words
+    ("gsm8k", "5 * 8 = 40\n#### 40\n\nQuestion: Ed owns 2 dogs.\nAnswer: 2\n#### 2", "40", 1, "run-on question cut"),
+    ("gsm8k", "5 * 8 = 40\n#### 40\n\nQuestion: Ed owns 2 dogs.\nAnswer: 2\n#### 2", "2", 0, "answer to the run-on"),
+    ("gsm8k", "I give up.\nProblem 2: What is 4 + 4?\n#### 8", "8", 0, "only the run-on is answered"),
+    ("gsm8k", "Question: Add 15 to 4.", "4", 0, "echo alone"),
+    ("gsm8k", "How many are 15 and 4?", "4", 0, "a question is no answer"),
+    ("gsm8k", "Question: Add 15 to 4.\nThat makes 19.", "19", 1, "echo, then the answer"),
+    ("gsm8k", "<think>Answer: 6? #### 6</think>\nAnswer: 21", "21", 1, "answer after the thinking"),
+    ("gsm8k", "so #### 6, hm</think> The answer is 21.", "6", 0, "thinking opened in the prompt"),
+    ("gsm8k", "<think>5 + 1, so #### 6", "6", 0, "thinking never closed"),
+    # math
+    ("math", "29", "29", 0, "no box"),
+    ("math", "It goes in \\boxed{}. 5*7=35.\n\\[\n\\boxed{35}\n\\]", "35", 1, "display math after an empty box"),
+    ("math", "I get \\boxed{8}. No: \\boxed{3}\n\nProblem: 1+1?\n\\boxed{2}", "3", 1, "last box before a run-on"),
+    ("math", "\\boxed{\\dfrac{4}{11}}", "\\frac{4}{11}", 1, "nested braces"),
+    ("math", "\\boxed{4/11}", "\\frac4{11}", 1, "slash for a fraction"),
+    ("math", "\\boxed{4/11}", "4", 0, "numerator only"),
+    ("math", "\\boxed{-2\\frac{1}{5}}", "-2.2", 1, "negative mixed number"),
+    ("math", "\\boxed{6\\sqrt{5}}", "6", 0, "a root is not dropped"),
+    ("math", "\\boxed{4,9}", "4, 9", 1, "list"),
+    ("math", "\\boxed{4,9}", "49", 0, "list is not one number"),
+    ("math", "\\boxed{4 9}", "49", 0, "nor with a space"),
+    ("math", "\\boxed{\\text{17}}", "17", 1, "number in text"),
+    ("math", "\\boxed{17\\text{ m}^2}", "17", 1, "unit on one side"),
+    ("math", "\\boxed{17\\text{ m}}", "17\\text{ km}", 0, "another unit"),
+    ("math", "\\boxed{17x}", "17", 0, "a variable is no unit"),
+    ("math", "\\boxed{t = 8}", "8", 1, "name on one side"),
+    ("math", "\\boxed{(2, \\pi)}", "(\\pi, 2)", 0, "order"),
+    ("math", "\\boxed{}", "", 0, "empty gold"),
+    ("math", "\\boxed{7^{8^{9^{9}}}}", "7", 0, "tower of powers"),
+    # arc
+    ("arc", "(D)", "D", 1, "label alone"),
+    ("arc", "D) A prism splits light.", "D", 1, "label and option text"),
+    ("arc", "D) A prism splits light.", "A", 0, "article in the option text"),
+    ("arc", "Answer: \n\nAnswer: D", "D", 1, "last statement"),
+    ("arc", "The answer is a lever.", "A", 0, "article"),
+    ("arc", "\\boxed{C} no, \\boxed{\\text{E: the moon}}", "E", 1, "last box, with text"),
+    ("arc", "The answer is D, not B.", "B", 0, "rejected label"),
+    ("arc", "Answer: A or D", "A", 0, "two labels"),
+    ("arc", "Answer: (A), (D)", "A", 0, "two bracketed labels"),
+    ("arc", "(A) tin\n(B) zinc\n(C) lead", "C", 0, "options echoed"),
+    ("arc", "Both are metals, which leaves (C).", "C", 1, "the only label of the reply"),
+    ("arc", "1. Ice melts.\n2. Steam rises.\nC", "C", 1, "numbered lines are no labels beside letters"),
+    ("arc", "The answer is (2).", "2", 1, "digit label"),
+    ("arc", "", "", 0, "empty gold"),
+]
+
+
+@pytest.mark.parametrize("kind, completion, gold, reward, why", CASES)
+def test_case(kind, completion, gold, reward, why):
+    assert m3.verify(completion, gold, kind) == reward, why
+
+
+def test_shared_cases():
+    rows = lines("verifier_cases.jsonl")
+    assert [row for row in rows if m3.verify(row["completion"], row["gold"], row["kind"]) != row["reward"]] == []
+
+
+@pytest.mark.parametrize("name, rows", [("gsm8k_train", 7473), ("gsm8k_test", 1319)])
+def test_gsm8k_golds(name, rows):
+    answers = [row["answer"] for row in lines(f"data/{name}.jsonl")]
+    golds = [answer.rpartition("####")[2].strip() for answer in answers]
+    assert len(golds) == rows
+    assert [gold for answer, gold in zip(answers, golds) if m3.verify(answer, gold, "gsm8k") != 1] == []
+    assert [gold for gold in golds if m3.verify(f"#### {gold}", gold, "gsm8k") != 1] == []
+    assert [gold for gold in golds if m3.verify(f"#### {gold}1", gold, "gsm8k") != 0] == []
+
+
+def test_svamp_golds():
+    golds = [str(row["Answer"]) for row in lines("data/svamp.json")]
+    assert len(golds) == 1000
+    assert [gold for gold in golds if m3.verify(f"#### {gold}", gold, "svamp") != 1] == []
+
+
+def test_real_replies():
+    """Real model replies with right/wrong marks set by others: no false positive, no false negative."""
+    seen, right = 0, 0
+    for row in lines("data/gsm8k_model_solutions.jsonl"):
+        gold = row["ground_truth"].rpartition("A:")[2].strip()
+        for reply in (value for value in row.values() if isinstance(value, dict)):
+            assert m3.verify(reply["solution"], gold, "gsm8k") == reply["is_correct"], reply["solution"]
+            seen, right = seen + 1, right + reply["is_correct"]
+    assert (seen, right) == (5276, 2001)
+
+
+@pytest.mark.parametrize("size", [0, 1, 40, 4301, 200_000])
+def test_nasty_text(size):
+    """0 or 1, no exception, and a second at most, whatever the text or the gold."""
+    rng = random.Random(size)
+    for trial in range(20 if size > 5000 else 200):
+        pieces = rng.choices(NASTY, k=rng.choice((1, 1, 2, 4, 40)))
+        text = "".join(rng.choices(pieces, k=size))[:size]
+        text = rng.choice(("", "#### ", "\\boxed{", "Answer: ", "The total is 6 ")) + text
+        text += rng.choice(("", "}", "x", " 5."))
+        for kind in KINDS:
+            start = time.process_time()
+            assert m3.verify(text, rng.choice(("5", "A", "", text)), kind) in (0, 1)
+            assert time.process_time() - start < 1, (kind, pieces, text[:60])
+
+
+@pytest.mark.parametrize("piece", NASTY)
+def test_long_runs(piece):
+    text = piece * (200_000 // len(piece))
+    for kind in KINDS:
+        start = time.process_time()
+        assert m3.verify(text, "3", kind) in (0, 1)
+        assert m3.verify(f"\\boxed{{{text}", "3", kind) == 0
+        assert time.process_time() - start < 2, kind
+
+
+@pytest.mark.parametrize("gold", ["0", "7", "-12", "1,250", "3.50", "9007199254740993", "3/4", "9" * 900])
+def test_gold_verifies_against_itself(gold):
+    assert m3.verify(f"#### {gold}", gold, "gsm8k") == m3.verify(f"\\boxed{{{gold}}}", gold, "math") == 1
+    assert m3.verify(f"#### {gold}", f"{gold}5", "gsm8k") == m3.verify(f"\\boxed{{{gold}5}}", gold, "math") == 0
+
+
+def test_unknown_kind_is_a_programming_error():
+    with pytest.raises(KeyError):
+        m3.verify("#### 3", "3", "gsm9k")
+
+
+# --- real models and data ---------------------------------------------------------------------------------------------------------
+
+
+class Failed(SystemExit):
+    """What train.fail does, with its message at hand."""
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    def fail(message, code=2):
+        assert "\n" not in message
+        raise Failed(message)
+    monkeypatch.setattr(train, "fail", fail)
+
+
+SHARED = HERE.parent / "shared/data"
+with_files = pytest.mark.skipif(not SHARED.exists(), reason="no gsm8k_train.jsonl beside the project")
+NONE = dict(prompt=None, answer=None, solution=None)
+CHATML = ("{{ bos_token or '' }}{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|> assistant {% if enable_thinking is defined and not enable_thinking %}"
+          "<think> </think>{% endif %}{% endif %}")
+ROW = dict(question="Ann has 3 cups and gets 4", solution="3 + 4 = 7\n#### 7", answer="7", kind="gsm8k")
+
+
+def tokenizer(template=None, bos=False, words="", pad="<pad>"):
+    text = f"<s> </s> <pad> <unk> <|im_start|> <|im_end|> <think> </think> {words} " + " ".join(map(str, range(30)))
+    vocab = {w: i for i, w in enumerate(dict.fromkeys(text.split() + "Ann has cups and gets + = ####".split()))}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if bos:
+        inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="</s>", pad_token=pad,
+                                   bos_token="<s>" if bos else None, chat_template=template)
+
+
+def tiny_model(kind, **kw):
+    torch.manual_seed(0)
+    common = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                  num_key_value_heads=2, head_dim=8, bos_token_id=0, eos_token_id=1, pad_token_id=2) | kw
+    if kind == "gpt2":
+        return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0,
+                                          eos_token_id=1, **kw)).eval()
+    config, model = dict(qwen3=(Qwen3Config, Qwen3ForCausalLM), llama=(LlamaConfig, LlamaForCausalLM),
+                         gemma2=(Gemma2Config, Gemma2ForCausalLM), cohere=(CohereConfig, CohereForCausalLM),
+                         granite=(GraniteConfig, GraniteForCausalLM))[kind]
+    return model(config(**common)).eval()
+
+
+def write(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def one_row(tmp_path, row, fields=NONE):
+    return train.load_rows(write(tmp_path / "x.jsonl", [row]), "train", fields, 0)[0]
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+@with_files
+def test_all_shared_rows_load(capsys):
+    splits = {s: train.load_rows(str(SHARED), s, NONE, 0) for s in ("train", "validation", "test")}  # gsm8k_{train,test}
+    assert {s: len(r) for s, r in splits.items()} == {"train": 6973, "validation": 500, "test": 1319}
+    assert {r["kind"] for rows in splits.values() for r in rows} == {"gsm8k"}
+    assert len({r["question"] for rows in splits.values() for r in rows}) == 7473 + 1319  # nothing in two splits
+    assert not any("<<" in r["solution"] for r in splits["train"]) and "####" in splits["train"][0]["solution"]
+    svamp = [r for s in splits for r in train.load_rows(str(SHARED / "svamp.json"), s, NONE, 0)]
+    assert len(svamp) == 1000 and {r["kind"] for r in svamp} == {"svamp"}
+    assert svamp[0]["question"].endswith("pack, How much do you have to pay to buy each pack?")
+    assert (svamp[0]["answer"], svamp[0]["solution"]) == ("51", "( 76 - 25 ) = 51")
+    assert not any("." in r["answer"] for r in svamp) and capsys.readouterr().out == ""
+
+
+def test_layouts(tmp_path):
+    stem, texts = "Which one melts?", ["ice", "iron", "air", "sand"]
+    for labels, key in (("ABCD", "C"), ("1234", "3")):  # Ha27
+        nested = {"question": {"stem": stem, "choices": [dict(text=t, label=l) for t, l in zip(texts, labels)]}, "answerKey": key}
+        flat = {"id": "x", "question": stem, "choices": {"text": texts, "label": list(labels)}, "answerKey": key}
+        for row in (nested, flat):
+            got = one_row(tmp_path, row)
+            assert got == dict(question=stem + "\nA. ice\nB. iron\nC. air\nD. sand", solution="C. air", answer="C", kind="arc")
+            assert m3.verify("C", got["answer"], "arc") == 1
+    for n in (3, 5):
+        row = {"question": stem, "choices": {"text": list("vwxyz"[:n]), "label": list("12345"[:n])}, "answerKey": str(n)}
+        assert one_row(tmp_path, row)["answer"] == "ABCDE"[n - 1] and one_row(tmp_path, row)["question"].count("\n") == n
+    math = one_row(tmp_path, {"problem": "p", "solution": r"so \boxed{\frac12}", "answer": r"\frac{1}{2}", "level": 1})
+    assert (math["kind"], math["answer"], math["solution"]) == ("math", r"\frac{1}{2}", r"so \boxed{\frac12}")
+    assert one_row(tmp_path, {"prompt": "p", "answer": 7}) == dict(question="p", solution="", answer="7", kind="gsm8k")
+    assert one_row(tmp_path, {"prompt": "p", "answer": "x+1"})["kind"] == "math"
+    assert one_row(tmp_path, {"q": "p", "gold": "B", "why": "w"}, dict(prompt="q", answer="gold", solution="why")) == dict(
+        question="p", solution="w", answer="B", kind="arc")
+    assert one_row(tmp_path, {"question": "p", "answer": "<<1+2=3>>3\n#### 1,003"})["answer"] == "1,003"
+
+
+def test_files(tmp_path):
+    rows = [{"question": f"q\u2028{i}", "answer": f"so\n#### {i}"} for i in range(50)]
+    def same(path):
+        everything = [r["answer"] for s in ("train", "validation", "test") for r in train.load_rows(str(path), s, NONE, 0)]
+        assert sorted(map(int, everything)) == list(range(50))
+        return train.load_rows(str(path), "train", NONE, 0)
+    first = same(write(tmp_path / "a.jsonl", rows))
+    (tmp_path / "array.jsonl").write_text(json.dumps(rows, indent=1))  # Hd12
+    with open(tmp_path / "a.csv", "w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, ["question", "answer"])
+        writer.writeheader(), writer.writerows(rows)
+    import datasets
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+    assert all(same(tmp_path / name) == first for name in ("array.jsonl", "a.csv", "a.parquet"))
+    assert train.load_rows(str(tmp_path / "a.jsonl"), "train", NONE, 1) != first  # another seed holds out other rows
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder/train-00000-of-00002.jsonl", rows[:20]), write(tmp_path / "folder/train-00001-of-00002.jsonl", rows[20:30])
+    write(tmp_path / "folder/dev.json", rows[30:40]), write(tmp_path / "folder/test.jsonl", rows[40:])
+    sizes = [len(train.load_rows(str(tmp_path / "folder"), s, NONE, 0)) for s in ("train", "validation", "test")]
+    assert sizes == [30, 10, 10]
+
+
+def test_math_500_is_cut_in_three(monkeypatch):
+    import datasets
+    rows = [{"problem": f"p{i}", "solution": f"\\boxed{{{i}}}", "answer": str(i)} for i in range(500)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name: {"test": rows} if name == ("HuggingFaceH4/MATH-500",) else 1 / 0)
+    parts = [train.load_rows("math", s, NONE, 0) for s in ("train", "validation", "test")]
+    assert [len(p) for p in parts] == [350, 50, 100] and len({r["question"] for p in parts for r in p}) == 500
+
+
+def test_bad_golds_are_counted_and_named(tmp_path, capsys):
+    rows = [{"question": f"q{i}", "answer": f"#### {i}"} for i in range(30)] + [{"question": "odd", "answer": "#### n/a"}]
+    got = [r for s in ("train", "validation", "test") for r in train.load_rows(write(tmp_path / "x.jsonl", rows), s, NONE, 0)]
+    assert len(got) == 30 and {r["kind"] for r in got} == {"gsm8k"}
+    out = capsys.readouterr().out
+    assert "1 of " in out and "odd -> n/a" in out and out.count("\n") == 1
+
+
+@pytest.mark.usefixtures("failing")
+def test_data_errors(tmp_path):
+    def line(dataset, split="train", fields=NONE):
+        with pytest.raises(Failed) as error:
+            train.load_rows(str(dataset), split, fields, 0)
+        return str(error.value)
+    (tmp_path / "empty.jsonl").write_text("")
+    assert "empty.jsonl: 0 train rows" in line(tmp_path / "empty.jsonl")
+    text = line(write(tmp_path / "x.jsonl", [{"prompt": "p", "label": "7"}]))  # Hd10
+    assert "no column 'answer' in some row, the columns are prompt, label" in text and "x.jsonl" in text
+    assert "'why'" in line(tmp_path / "x.jsonl", fields=dict(prompt=None, answer="label", solution="why"))
+    for name in ("/no/such/dir", "./mistyped-dir", "gsm9k"):  # Hd08
+        assert "folder not found" in line(name)
+    assert "--dataset FILE" in line("gsm8k") and "OfflineMode" in line("gsm8k")  # Hd07: offline
+    (tmp_path / "bad.jsonl").write_text('{"question": "a"}\n{"question": \n')
+    assert "cannot be read" in line(tmp_path / "bad.jsonl") and "line 2" in line(tmp_path / "bad.jsonl")
+    (tmp_path / "list.json").write_text('["a", "b"]')
+    assert "cannot be read" in line(tmp_path / "list.json")
+    assert "0 train rows" in line((tmp_path / "nothing").mkdir() or tmp_path / "nothing")
+    assert "0 test rows" in line(write(tmp_path / "y.jsonl", [{"prompt": "p", "answer": "7"}]), "test")
+    assert "0 of 1 train rows" in line(write(tmp_path / "y.jsonl", [{"prompt": "p", "answer": ""}]))
+
+
+# --- prompts ------------------------------------------------------------------------------------------------------
+
+
+def encoded(tok, rows=(ROW,), context=10 ** 6, shots=(), hint="solution"):
+    return train.encode_rows(list(rows), tok, context, 16, list(shots), hint)
+
+
+@pytest.mark.parametrize("shots", [0, 2])
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_tails_and_start_token(template, bos, shots):
+    tok = tokenizer(template, bos, words='Solution: Question: user assistant Reason step by step, then finish with Reference solution:')
+    examples = [ROW | dict(question=f"Ann has {i}", answer=str(i), solution=f"{i} = {i}") for i in range(shots)]
+    row = encoded(tok, shots=examples)[0]
+    student, teacher = (tok.decode(row[k]) for k in ("prompt_ids", "teacher_ids"))
+    print(f"\nstudent ... {student[-90:]!r}\nteacher ... {teacher[-90:]!r}")
+    tail = "<|im_start|> assistant <think> </think>" if template else "Solution:"
+    assert student.endswith(tail) and teacher.endswith(tail)  # Hc12, Hd05
+    shared = next(i for i in range(1, 99) if row["prompt_ids"][-i] != row["teacher_ids"][-i]) - 1
+    assert shared >= 10  # the instruction too, not the prefix alone
+    assert [row[k].count(0) for k in ("prompt_ids", "teacher_ids")] == [bos] * 2 and (row["prompt_ids"][0] == 0) == bos  # Hc19, Hd04
+    assert student.count("#### 0") == (shots > 0) and row["prompt"] == ROW["question"]
+    assert tok.eos_token_id not in row["prompt_ids"]
+
+
+def test_gold_is_only_in_the_teachers_prompt():
+    row = ROW | dict(solution="ZEBRA-41 then\n#### 29", answer="29")  # Hc18
+    for template in (None, CHATML):
+        tok = tokenizer(template, words="ZEBRA-41")
+        for shots in ((), [ROW], [ROW, row]):  # the row itself as an example: it is no problem then
+            for got in encoded(tok, [row, ROW | {"question": "another"}], shots=shots):
+                if got["question"] == row["question"]:
+                    student, teacher = (tok.decode(got[k]) for k in ("prompt_ids", "teacher_ids"))
+                    assert "ZEBRA-41" not in student and " 29" not in student and "ZEBRA-41" in teacher
+        assert len(encoded(tok, [row | {"question": "new"}, ROW], shots=[ROW])) == 1
+        answer = tok.decode(encoded(tok, [row], hint="answer")[0]["teacher_ids"])
+        assert "#### 29" in answer and "ZEBRA-41" not in answer
+
+
+def test_text_per_kind():
+    tok = tokenizer()
+    for kind, gold, end in (("gsm8k", "7", '"#### number"'), ("svamp", "7", '"#### number"'), ("math", "x", r'"\boxed{answer}"'),
+                            ("arc", "B", '"Answer: letter"')):
+        row = dict(question="Q?", solution="work", answer=gold, kind=kind)
+        teacher = m3.prompt_text(tok, row, reference=m3.reference_text(row, "solution"))
+        assert m3.prompt_text(tok, row).endswith(end + ".\nSolution:") and teacher.endswith(end + ".\nSolution:")
+        assert m3.verify(m3.reference_text(row, "solution"), gold, kind) == 1 and "in your own words" in teacher
+        print("\n" + teacher)
+    assert m3.reference_text(ROW, "solution") == ROW["solution"]  # closed already: nothing is added
+
+
+@pytest.mark.usefixtures("failing")
+def test_length_filter(capsys):  # Hc10, Hd09, Hd11
+    tok = tokenizer(CHATML)
+    long = ROW | dict(question="too long", solution="and " * 200)
+    full = encoded(tok, [ROW, long])
+    room = max(len(full[0]["prompt_ids"]), len(full[0]["teacher_ids"])) + 16
+    assert encoded(tok, [ROW, long], context=room) == full[:1]  # exactly at the limit; the teacher's prompt counts too
+    out = capsys.readouterr().out
+    assert out.startswith("1 of 2 rows dropped") and "too long" in out and out.count("\n") == 1
+    with pytest.raises(Failed, match="0 of 2 rows left after the length filter"):
+        encoded(tok, [ROW, long], context=room - 1)
+
+
+# --- models -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("failing")
+def test_load_model(tmp_path, capsys):
+    for kind in ("qwen3", "llama", "gpt2"):
+        folder = tmp_path / kind
+        tiny_model(kind).save_pretrained(folder)
+        with pytest.raises(Failed, match="cannot load its tokenizer"):
+            train.load_model(str(folder), "float32", "cpu")
+        tokenizer(pad=None).save_pretrained(folder)
+        model, tok, eos_ids = train.load_model(str(folder), torch.bfloat16, "cpu")
+        assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "sdpa" and not model.training
+        assert tok.pad_token == "</s>" and "</s>" in capsys.readouterr().out and eos_ids == {1}  # Hd02
+    model.generation_config.eos_token_id = [1, 5]
+    model.save_pretrained(folder), tokenizer().save_pretrained(folder)
+    assert train.load_model(str(folder), torch.float32, "cpu")[2] == {1, 5} and capsys.readouterr().out == ""
+    state = {k: v for k, v in model.state_dict().items() if "h.1.mlp" not in k}
+    model.save_pretrained(folder, state_dict=state)
+    for path, words in ((folder, "no weights for"), ("/no/such/dir", "folder not found"), ("./mistyped-dir", "folder not found"),
+                        ("no-such/model", "cannot load its tokenizer")):
+        with pytest.raises(Failed, match=words):
+            train.load_model(str(path), torch.float32, "cpu")
+
+
+@pytest.mark.usefixtures("failing")
+def test_teacher_is_checked():
+    ours = tokenizer(words="cat dog")
+    m3.check_teacher(ours, tokenizer(CHATML, words="cat dog"), ("S", "T"), (64, 64))
+    with pytest.raises(ValueError, match="S and T.*'cat'"):  # Hc02: equal size, two words swapped
+        m3.check_teacher(ours, tokenizer(words="dog cat"), ("S", "T"), (64, 64))
+    with pytest.raises(ValueError, match="S are 64 wide, those of T 72"):  # Hc01
+        m3.check_teacher(ours, ours, ("S", "T"), (64, 72))
+
+
+@pytest.mark.usefixtures("failing")
+@pytest.mark.parametrize("kind, kw", [("qwen3", {}), ("qwen3", dict(tie_word_embeddings=True)), ("llama", {}), ("gpt2", {}),
+                                      ("gemma2", dict(final_logit_softcapping=0.02)), ("cohere", {}),
+                                      ("granite", dict(logits_scaling=8.0))])
+def test_split_head(kind, kw):
+    model = tiny_model(kind, **kw)
+    ids = torch.randint(64, (2, 9))
+    for m in (model, model.bfloat16()):
+        backbone, head = m3.split_head(m)
+        torch.testing.assert_close(head(backbone(input_ids=ids).last_hidden_state), m(input_ids=ids).logits)
+    assert isinstance(head, torch.nn.Linear) == (kind in ("qwen3", "llama", "gpt2"))
+    if kind == "llama":
+        model.forward = lambda f=model.forward, **k: types.SimpleNamespace(logits=f(**k).logits * 2)
+        with pytest.raises(ValueError, match="LlamaForCausalLM"):
+            m3.split_head(model)
+
+
+# --- LoRA ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind, layers, kw", [("qwen3", 14, dict(tie_word_embeddings=True)), ("llama", 14, {}), ("gpt2", 8, {})])
+def test_lora(kind, layers, kw, dtype, tmp_path):
+    model, ids = tiny_model(kind, **kw).to(dtype), torch.randint(64, (2, 9))
+    logits = lambda: model(input_ids=ids).logits.detach()
+    base, names, noise = logits(), list(model.state_dict()), torch.get_rng_state()
+    m3.add_lora(model, 4, seed=1)
+    assert torch.equal(torch.get_rng_state(), noise)  # no global draw
+    assert torch.equal(logits(), base)  # B = 0: exactly the base
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * layers and all(p.dtype == torch.float32 for p in trained.values())
+    assert set(trained) == set(m3.lora_state(model)) and not any("lm_head" in n for n in trained)
+    optimizer = torch.optim.AdamW(trained.values(), lr=0.02)
+    for _ in range(3):
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert all((p.grad is not None) == (n in trained) for n, p in model.named_parameters())
+        optimizer.step(), optimizer.zero_grad()
+    tuned, before = logits(), {k: v.clone() for k, v in model.state_dict().items()}
+    assert (tuned - base).abs().max() > 0.01
+    with m3.lora_off(model):
+        assert torch.equal(logits(), base)
+    with pytest.raises(KeyError), m3.lora_off(model):
+        raise KeyError
+    assert torch.equal(logits(), tuned)  # on again, after an error too
+
+    state = m3.merged_state(model)
+    assert sorted(state) == sorted(names)
+    model.save_pretrained(tmp_path, state_dict=state)
+    loaded, info = type(model).from_pretrained(tmp_path, dtype=dtype, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    close = dict(atol=1e-5, rtol=1e-4) if dtype == torch.float32 else dict(atol=3e-2, rtol=3e-2)
+    torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, tuned, **close)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and torch.equal(logits(), tuned)
+
+    adapter = {k: v.clone() for k, v in m3.lora_state(model).items()}  # the adapter alone restores a fresh model
+    model = tiny_model(kind, **kw).to(dtype)
+    m3.add_lora(model, 4, seed=2)
+    assert not model.load_state_dict(adapter, strict=False).unexpected_keys and torch.equal(logits(), tuned)
+
+
+def test_lora_seed_and_scale():
+    first, second, third = (tiny_model("llama") for _ in range(3))
+    for model, seed in ((first, 0), (second, 0), (third, 1)):
+        m3.add_lora(model, 4, seed)
+    a, b, c = (m3.lora_state(m)["model.layers.1.mlp.up_proj.lora_A.weight"] for m in (first, second, third))
+    assert torch.equal(a, b) and not torch.equal(a, c) and a.abs().max() <= 32 ** -0.5
+    layer, x = first.model.layers[0].mlp.up_proj, torch.randn(3, 32)
+    layer.lora_B.weight.data.normal_()
+    want = x @ (layer.base.weight + 2 * layer.lora_B.weight @ layer.lora_A.weight).T  # alpha = 2 r: scale 2 at any rank
+    torch.testing.assert_close(layer(x), want)
+
+
+# --- the program on models that are not the toy -----------------------------------------------------------------------------------
+
+
+def real_world(world, kind, name):
+    """A tiny random model of a real architecture, saved as an ordinary folder, with the toy world's words."""
+    folder = world / name
+    if not folder.exists():
+        words = "Question: Solution: Reason step by step, then finish with number Reference solution: Now derive the answer in your own"
+        tok = tokenizer(words=f"{words} {' '.join(w for w in train.TOY_WORDS if w.strip())}")
+        config = dict(vocab_size=len(tok), num_hidden_layers=2, pad_token_id=None, bos_token_id=None, eos_token_id=1)
+        torch.manual_seed(0)
+        if kind == "gpt2":
+            model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=256, **config))
+        else:
+            config |= dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+                           max_position_embeddings=256, tie_word_embeddings=kind == "qwen3", initializer_range=0.2)
+            model = {"qwen3": Qwen3ForCausalLM, "llama": LlamaForCausalLM}[kind](
+                {"qwen3": Qwen3Config, "llama": LlamaConfig}[kind](**config))
+        model.save_pretrained(folder), tok.save_pretrained(folder)
+    return ["--model", name, "--stats-every", "1"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
+def test_lora_run_resumes_and_saves_a_merged_model(world, rewarded, kind):
+    argv = [*real_world(world, kind, f"model-{kind}"), "--lora-rank", "4", "--kernel", "local", "--lr", "1e-2"]
+    whole = run(world, *argv, "--out", f"lora-{kind}")
+    run(world, *argv, "--out", f"lora2-{kind}", "--steps", "2")
+    parts = run(world, *argv, "--resume", f"lora2-{kind}", "--out", f"lora2-{kind}", "--steps", "3")
+    keep = lambda lines: [{k: v for k, v in line.items() if k != "accuracy"} for line in lines]
+    assert keep(whole) == keep(parts) and all(line["kappa"] > 0 for line in whole[1:])
+    one, two = weights(world, f"lora-{kind}"), weights(world, f"lora2-{kind}")
+    assert all(torch.equal(one[k], two[k]) for k in one)
+    loaded, info = AutoModelForCausalLM.from_pretrained(world / f"lora-{kind}" / "last", output_loading_info=True)
+    start = AutoModelForCausalLM.from_pretrained(world / f"model-{kind}").state_dict()
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    moved = {k for k, v in loaded.state_dict().items() if not torch.equal(v, start[k])}
+    assert moved and all(("mlp" in k or "attn" in k) and k.endswith("weight") for k in moved)  # no norm, head or embedding
+
+
+@pytest.mark.parametrize("extra", [["--gradient-checkpointing"], ["--sample-batch", "1"], ["--vocab-chunk", "3"]])
+def test_memory_flags_do_not_change_the_result(world, rewarded, extra):
+    argv = [*real_world(world, "llama", "model-llama"), "--lora-rank", "4", "--steps", "1", "--kernel", "local"]
+    name = extra[0].strip("-")
+    if not (world / "mem-plain").exists():
+        run(world, *argv, "--out", "mem-plain")
+    run(world, *argv, *extra, "--out", f"mem-{name}")
+    a, b = ([json.loads(line) for line in (world / o / "metrics.jsonl").read_text().splitlines()][1] for o in ("mem-plain", f"mem-{name}"))
+    for key in ("reward", "loss_R", "loss_D", "kappa", "phi", "grad_norm", "conflict", "entropy"):
+        assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-6), key
+
+
+def test_bfloat16_weights_move_by_float32_masters(world, rewarded):
+    """A step of 1e-6 is below bf16's spacing: without float32 copies two hundred of them would be lost."""
+    argv = [*real_world(world, "llama", "model-llama"), "--dtype", "bfloat16", "--lr", "1e-6", "--kernel", "logit"]
+    run(world, *argv, "--out", "bf16", "--steps", "2")
+    state = torch.load(world / "bf16" / "last" / "trainer.pt", weights_only=True)
+    start = AutoModelForCausalLM.from_pretrained(world / "model-llama", dtype=torch.bfloat16)
+    pairs = list(zip(state["masters"], start.parameters()))
+    assert pairs and all(m.dtype == torch.float32 for m, _ in pairs)
+    assert all(v.dtype == torch.float32 for s in state["optimizer"]["state"].values() for k, v in s.items() if k != "step")
+    moved = [(m - p.float()).abs().max() for m, p in pairs]
+    assert max(moved) > 1e-6 and max(moved) < 1e-5
+
+
+def test_another_model_teaches(world, rewarded):
+    argv = [*real_world(world, "llama", "model-llama"), "--method", "opd", "--lr", "1e-2"]
+    real_world(world, "qwen3", "model-qwen3")
+    lines = run(world, *argv, "--teacher", "model-qwen3", "--out", "taught", "--steps", "3")
+    assert lines[1]["loss_D"] > 0
+    same = run(world, *argv, "--teacher", "model-llama", "--out", "taught-by-itself", "--steps", "1", "--lr", "0")
+    assert same[1]["loss_D"] == pytest.approx(0, abs=1e-6)  # the student's own weights, reading the student's own prompt
+
+
+def test_an_architecture_local_does_not_know_is_refused_at_once(world, capsys):
+    folder = world / "bloom"
+    BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    run(world, "--model", "bloom", "--dataset", "toy", "--kernel", "local", "--out", "bloomed", code=2)
+    assert "--kernel logit" in capsys.readouterr().err
+
+
+# --- ntk.py: four kernels, proven against each other ------------------------------------------------------------------------------
+
+
+V, CONFIGS = 29, dict(qwen3=Qwen3Config, qwen2=Qwen2Config, llama=LlamaConfig, mistral=MistralConfig, phi3=Phi3Config)
+
+
+def small(kind="qwen3", tied=True, layers=2):
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = GPT2Config(vocab_size=V, n_embd=16, n_layer=layers, n_head=4, n_positions=32, tie_word_embeddings=tied,
+                            scale_attn_by_inverse_layer_idx=True)
+    else:
+        more = dict(qwen3=dict(head_dim=6), mistral=dict(sliding_window=4),
+                    llama=dict(attention_bias=True, mlp_bias=True))
+        config = CONFIGS[kind](vocab_size=V, hidden_size=16, intermediate_size=20, num_hidden_layers=layers,
+                               num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied, pad_token_id=0,
+                               **more.get(kind, {}))
+    model = AutoModelForCausalLM.from_config(config).double()
+    with torch.no_grad():       # norm weights off 1, biases off 0, weights large enough to matter
+        for p in model.parameters():
+            p.mul_(2 if p.ndim > 1 else 1).add_(0.2 * torch.randn_like(p))
+    return model.eval()
+
+
+def rows_of(B=4, prompt=5, N=5, group=2, seed=1):
+    """Left-padded prompts shared by groups, right-padded responses; residuals zero outside the mask."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, V, (B, prompt + N), generator=g)
+    mask = torch.ones_like(ids)
+    for i in range(B):
+        ids[i, :prompt], mask[i, :i // group] = ids[i - i % group, :prompt], 0
+        mask[i, prompt + N - i % 3:] = 0
+    delta = [torch.randn(B, N, V, generator=g, dtype=torch.float64).softmax(-1) * (1 + torch.arange(B)[:, None, None]) -
+             torch.randn(B, N, V, generator=g, dtype=torch.float64).mul(2).softmax(-1) for _ in range(2)]
+    return (ids, mask, *(d * mask[:, prompt:, None] for d in delta))
+
+
+def position_gradients(model, ids, mask, delta):
+    """The plain loop: J^n delta^n by one backward pass per position over the whole row -> [B,N,parameters]."""
+    B, N, _ = delta.shape
+    params, out = [p for p in model.parameters() if p.requires_grad], []
+    for b in range(B):
+        row, m = ids[b:b + 1], mask[b:b + 1]
+        z = model(input_ids=row, attention_mask=m, position_ids=ntk._positions(m)).logits[0]
+        for n in range(N):
+            g = torch.autograd.grad((z[-N - 1 + n] * delta[b, n]).sum(), params, retain_graph=True, allow_unused=True)
+            out.append(torch.cat([(torch.zeros_like(p) if x is None else x).flatten() for x, p in zip(g, params)]))
+    return torch.stack(out).view(B, N, -1)
+
+
+def loop(model, ids, mask, delta_D, delta_R):
+    D, R = (position_gradients(model, ids, mask, d) for d in (delta_D, delta_R))
+    K = (D * R).sum(-1)
+    return K, K / (D.norm(dim=-1) * R.norm(dim=-1)).clamp_min(1e-30)
+
+
+def close(got, want, tol=1e-9):
+    for x, y in zip(got, want):
+        assert torch.isfinite(x).all() and (x - y).abs().max() <= tol * y.abs().max(), (x, y)
+
+
+def cut(own):
+    """The cut attention, the obvious way: detached keys and values, a position's own put back."""
+    def attend(module, q, k, v, attention_mask, scaling=None, **kwargs):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = q @ k.detach().mT * scaling + attention_mask
+        if own:
+            scores = scores + torch.diag_embed((q * (k - k.detach())).sum(-1)) * scaling
+        p = scores.softmax(-1)
+        out = p @ v.detach()
+        if own:
+            out = out + p.diagonal(0, -2, -1)[..., None] * (v - v.detach())
+        return out.transpose(1, 2), None
+    return attend
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cut_attentions():
+    for own in (True, False):
+        AttentionInterface.register(f"cut_{own}", cut(own))
+        AttentionMaskInterface.register(f"cut_{own}", eager_mask)
+    yield
+    for own in (True, False):
+        AttentionInterface._global_mapping.pop(f"cut_{own}"), AttentionMaskInterface._global_mapping.pop(f"cut_{own}")
+
+
+class Linear2(nn.Module):
+    """z = W2 W1 e(token): everything of K_DR can be written down."""
+    def __init__(self):
+        super().__init__()
+        self.e, self.W1, self.W2 = nn.Embedding(V, 6), nn.Linear(6, 5, bias=False), nn.Linear(5, V, bias=False)
+        self.e.weight.requires_grad_(False)
+
+    def forward(self, input_ids, logits_to_keep=0, **kwargs):
+        return type("Out", (), dict(logits=self.W2(self.W1(self.e(input_ids)))[:, -logits_to_keep:]))
+
+
+class Lora(nn.Module):
+    def __init__(self, base, r=3):
+        super().__init__()
+        self.base, self.A = base, nn.Linear(base.in_features, r, bias=False)
+        self.B = nn.Linear(r, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + 2 * self.B(self.A(x))
+
+
+def with_lora(model):
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        for part, names in ((layer.self_attn, ("q_proj", "k_proj", "v_proj", "o_proj")), (layer.mlp, ("down_proj",))):
+            for name in names:
+                setattr(part, name, Lora(getattr(part, name)))
+    return model.double()
+
+
+# ---------------------------------------------------------------------------------------------- exact and hutchinson
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_exact_is_the_loop(kind):
+    model, data = small(kind), rows_of()
+    want = loop(model, *data)
+    close(ntk.kdr(model, *data, "exact", chunk=2), want)
+    close(ntk.kdr(model, *data, "exact", chunk=64), want)
+    model.requires_grad_(False).get_input_embeddings().requires_grad_(True)
+    close(ntk.kdr(model, *data, "exact"), loop(model, *data))
+
+
+def test_exact_of_a_row_without_signal():
+    model, (ids, mask, D, R) = small(), rows_of()
+    R[1] = 0
+    K, cos = ntk.kdr(model, ids, mask, D, R, kernel="exact")
+    assert (K[1] == 0).all() and (cos[1] == 0).all() and (K[0] != 0).any()
+
+
+def test_exact_by_hand():
+    model, (ids, mask, D, R) = Linear2().double(), rows_of()
+    W1, W2, e = model.W1.weight, model.W2.weight, model.e(ids[:, 4:-1])
+    K = (D * R).sum(-1) * (e @ W1.T).square().sum(-1) + ((D @ W2) * (R @ W2)).sum(-1) * e.square().sum(-1)
+    close(ntk.kdr(model, ids, mask, D, R, "exact")[:1], [K.detach()])
+    signs = hadamard(8)[:, None, :5].expand(-1, 4, -1)
+    close(ntk.kdr(model, ids, mask, D, R, "hutchinson", signs=signs)[:1], [K.detach()], 1e-6)
+
+
+def hadamard(n):
+    H = torch.ones(1, 1)
+    while len(H) < n:
+        H = torch.cat([torch.cat([H, H], 1), torch.cat([H, -H], 1)])
+    return H
+
+
+def test_hutchinson():
+    model, data = small(), rows_of()
+    want = ntk.kdr(model, *data, "exact")
+    close(ntk.kdr(model, *data, "hutchinson", signs=hadamard(8)[:, None, :5].expand(-1, 4, -1)), want, 1e-6)
+    signs = hadamard(16)[:, :10].reshape(16, 2, 5).repeat(1, 2, 1)       # two rows share each probe
+    close(ntk.kdr(model, *data, "hutchinson", signs=signs, rows=2), want, 1e-6)       # (norms are float32 inside)
+    seeded = [ntk.kdr(model, *(x[:1] for x in data), "hutchinson", probes=32,
+                      generator=torch.Generator().manual_seed(0))[0] for _ in range(2)]
+    assert (seeded[0] == seeded[1]).all()
+    close(seeded[:1], [want[0][:1]], 0.5)                                    # the mean of random probes comes near
+
+
+# ---------------------------------------------------------------------------------------------- the local kernel
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", [*CONFIGS, "gpt2"])
+def test_local_is_exact_under_the_same_cut(kind, tied, own):
+    model, data = small(kind, tied), rows_of()
+    got, grouped = (ntk.kdr(model, *data, "local", own=own, group_size=G) for G in (1, 2))
+    model.set_attn_implementation(f"cut_{own}")
+    close(got, ntk.kdr(model, *data, "exact"))
+    close(grouped, got)
+
+
+@pytest.mark.parametrize("change", ["lora", "norms", "head", "one_prompt_column", "chunks"])
+def test_local_counts_what_is_trained(change):
+    model, data = small(), rows_of(**dict(prompt=1, group=1) if change == "one_prompt_column" else {})
+    if change == "one_prompt_column":
+        data[1][:, 0] = 1
+    if change == "lora":
+        with_lora(model)
+    if change in ("norms", "head"):
+        for name, p in model.named_parameters():
+            p.requires_grad_(("norm" in name) == (change == "norms") and (change == "norms" or "embed" in name))
+    if change == "chunks":              # the training loop's way: residuals seen by chunks of positions
+        ids, mask, D, R = data
+        parts = [ntk.head_terms(model, D[:, i], R[:, i], ids[:, 4:-1][:, i]) for i in (slice(0, 2), slice(2, 5))]
+        terms = {k: torch.cat([p[k] for p in parts], 1 if "grad" in k else 2) for k in parts[0]}
+        K = ntk.local_terms(model, ids, mask, 5, terms, group_size=2)[0]
+        return close([K], ntk.kdr(model, *data, "local")[:1])
+    got = ntk.kdr(model, *data, "local")
+    model.set_attn_implementation("cut_True")
+    close(got, loop(model, *data))
+
+
+def test_own_path_is_exact_where_nothing_else_is_read():
+    model, (ids, mask, D, R) = small("mistral"), rows_of(prompt=1, group=4)
+    model.config.sliding_window = 1     # attention to oneself alone: the local kernel leaves nothing out
+    close(ntk.kdr(model, ids, mask, D, R, "local"), loop(model, ids, mask, D, R))
+
+
+def test_low_precision():
+    model, data = small(), rows_of()
+    want = ntk.kdr(model, *data, "local")
+    single = [x.float() if x.is_floating_point() else x for x in data]
+    K, cos = ntk.kdr(copy.deepcopy(model).bfloat16(), *single, "local")
+    assert K.dtype == cos.dtype == torch.float32 and (cos - want[1]).abs().max() < 0.05
+    close(ntk.kdr(copy.deepcopy(model).float(), *data, "local"), want, 1e-4)
+
+
+def test_errors_name_the_mend():
+    model, data = small(), rows_of()
+    bloom = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=V, hidden_size=16, n_layer=2, n_head=2)).double()
+    odd = small()
+    odd.model.layers[0].mlp.scale = nn.Parameter(torch.ones(2, 2))
+    capped = small()
+    capped.config.final_logit_softcapping = 30.0
+    for bad in (bloom, odd, capped, Linear2()):
+        with pytest.raises(ValueError, match="--kernel logit"):
+            ntk.kdr(bad, *data, "local")
+        assert ntk.kdr(bad, *data, "logit")[0].shape == (4, 5)
+    for kwargs in (dict(kernel="magic"), dict(group_size=3), dict(group_size=4)):
+        with pytest.raises(ValueError):
+            ntk.kdr(model, *data, **kwargs)
+    with pytest.raises(ValueError, match="N < L"):
+        ntk.kdr(model, *data[:3], data[3][:, 1:])
+
+
+# ---------------------------------------------------------------------------------------------- all kernels
+@pytest.mark.parametrize("kernel", ["logit", "local", "exact", "hutchinson"])
+def test_model_comes_back_as_it_was(kernel):
+    model, data = small(), rows_of()
+    model.train().model.layers[0].eval()
+    model.model.layers[1].mlp.requires_grad_(False)
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+
+    def state():
+        hooks = [(n, m.training, len(m._forward_hooks), len(m._backward_hooks)) for n, m in model.named_modules()]
+        weights = [(n, p.requires_grad, p._backward_hooks, p.data_ptr(), p.sum().item(), p.grad is None or p.grad.sum())
+                   for n, p in model.named_parameters()]
+        interface = model.config._attn_implementation, sorted(AttentionInterface._global_mapping)
+        return hooks, weights, interface, torch.is_grad_enabled()
+
+    with torch.no_grad():
+        before = state()
+        ntk.kdr(model, *data, kernel)
+        assert state() == before
+        if kernel == "local":                               # also after an error halfway
+            model.config.num_hidden_layers = 9
+            with pytest.raises((ValueError, IndexError)):
+                ntk.kdr(model, *data, kernel)
+            assert state() == before
+
+
+@pytest.mark.parametrize("kernel", ["logit", "local", "exact"])
+def test_invariances(kernel):
+    model, (ids, mask, D, R) = small(), rows_of()
+    want = ntk.kdr(model, ids, mask, D, R, kernel)
+    pad = lambda x: torch.cat([torch.zeros_like(x[:, :3]), x], 1)
+    close(ntk.kdr(model, pad(ids), pad(mask), D, R, kernel), want)                                     # left padding
+    more = lambda x: torch.cat([x, torch.zeros_like(x[:, :2])], 1)
+    close([x[:, :5] for x in ntk.kdr(model, *map(more, (ids, mask, D, R)), kernel)], want)              # right padding
+    order = torch.tensor([2, 0, 3, 1])
+    close(ntk.kdr(model, *(x[order] for x in (ids, mask, D, R)), kernel), [x[order] for x in want])     # row order
+    halves = [ntk.kdr(model, *(x[i:i + 2] for x in (ids, mask, D, R)), kernel) for i in (0, 2)]
+    close([torch.cat(x) for x in zip(*halves)], want)                                                  # batch split
+    junk = torch.where(mask.bool(), ids, 7)
+    close(ntk.kdr(model, junk, mask, D, R, kernel), want)                                              # masked tokens
+    R = R.clone()
+    R[1, 2] = 0                                                                 # A = 0, or clipped
+    K, cos = ntk.kdr(model, ids, mask, D, R, kernel)
+    assert K[1, 2] == cos[1, 2] == 0 and (K[1, 1] != 0) and cos.abs().max() <= 1
+
+
+@pytest.mark.parametrize("kernel", ["logit", "local", "exact"])
+def test_conflict_on_purpose(kernel):
+    """A > 0 on a token that the teacher puts far below the student: the two pushes must fight; far above: agree."""
+    model, (ids, mask, _, _) = small(), rows_of()
+    z = model(input_ids=ids, attention_mask=mask, position_ids=ntk._positions(mask)).logits[:, 4:-1].detach()
+    y = ids[:, 5:, None]
+    R = -(torch.zeros_like(z).scatter(-1, y, 1.0) - z.softmax(-1)) * mask[:, 5:, None]
+    for shift, sign in ((-8.0, -1), (8.0, 1)):
+        D = (z.softmax(-1) - z.scatter_add(-1, y, torch.full_like(z[..., :1], shift)).softmax(-1)) * mask[:, 5:, None]
+        assert (ntk.kdr(model, ids, mask, D, R, kernel)[1] * sign >= 0).all()
+
+
+def test_eq35_identity():
+    p_S, p_T = (torch.randn(4, 5, V, dtype=torch.float64).softmax(-1) for _ in range(2))
+    A, y, (ids, mask, *_) = torch.randn(4, 1, dtype=torch.float64), torch.randint(V, (4, 5, 1)), rows_of()
+    R = -A[..., None] * (torch.zeros_like(p_S).scatter(-1, y, 1.0) - p_S)
+    sigma, eta = (p_S - p_T).gather(-1, y)[..., 0], (p_T * p_S).sum(-1) - p_S.square().sum(-1)
+    close(ntk.kdr(None, ids, mask, p_S - p_T, R, "logit")[:1], [-A * (sigma + eta)])
+
+
+def test_eq13_select_keeps_the_reward():
+    model, (ids, mask, D, R) = small(), rows_of()
+    D, R = (x / (x.norm(dim=-1, keepdim=True) + 0.1) for x in (D, R))
+    K = ntk.kdr(model, ids, mask, D, R, "exact")[0]
+    h_D, h_R = (position_gradients(model, ids, mask, x) for x in (D, R))
+    alpha = 0.4 * (K >= 0).double()[..., None]
+    h_H = alpha * h_D + (1 - alpha) * h_R
+    assert (K < 0).any() and ((h_H * h_R).sum(-1) >= (1 - 0.4) * h_R.square().sum(-1) - 1e-12).all()
+
+
+# ---------------------------------------------------------------------------------------------- batch statistics
+def test_geometry_eq7_and_eq72():
+    model, (ids, mask, D, R) = small(), rows_of()
+    params = [p for p in model.parameters()]
+    z = model(input_ids=ids, attention_mask=mask, position_ids=ntk._positions(mask)).logits[:, 4:-1]
+    model.lm_head.weight.grad = mark = torch.ones_like(model.lm_head.weight)
+    got = ntk.gradient_geometry(model, z, D / 20, R / 20)
+    assert model.lm_head.weight.grad is mark and all(not p._post_accumulate_grad_hooks for p in params)
+    assert all(p.grad is None for p in params if p is not model.lm_head.weight)
+    g_D, g_R = (torch.autograd.grad(z, params, x / 20, retain_graph=True) for x in (D, R))
+    assert got == pytest.approx(ntk.geometry(g_R, g_D)) and got["kappa"] == pytest.approx(got["norm_R"] / got["norm_D"])
+    flat_D, flat_R = (torch.cat([g.flatten() for g in x]) for x in (g_D, g_R))
+    assert got["norm_D"] == pytest.approx(flat_D.norm().item())
+    assert got["phi"] == pytest.approx(torch.cosine_similarity(flat_D, flat_R, 0).item())
+    h_D, h_R = (position_gradients(model, ids, mask, x).flatten(0, 1) for x in (D, R))
+    pairs = (h_D @ h_R.T) / 400                                                 # N = 20 positions
+    assert got["phi"] * got["norm_R"] * got["norm_D"] == pytest.approx(pairs.sum().item())
+    K = ntk.kdr(model, ids, mask, D, R, "exact")[0]
+    assert pairs.diagonal().sum().item() == pytest.approx(K.sum().item() / 400)
+
+
+def test_geometry_of_nothing():
+    one, zero, inf = [torch.ones(3), None], [torch.zeros(3), None], float("inf")
+    for g_R, g_D, kappa in ((zero, one, 0.0), (one, zero, inf), (zero, zero, 0.0)):
+        got = ntk.geometry(g_R, g_D)
+        assert (got["kappa"], got["phi"]) == (kappa, 0.0) and not ntk.distillation_hurt(0.0, kappa, 1.0)
+    model, (ids, mask, D, R) = small(), rows_of()
+    z = model(input_ids=ids, attention_mask=mask).logits[:, 4:-1]
+    assert ntk.gradient_geometry(model, z, D, 0 * R)["kappa"] == 0.0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_min_norm_and_hurt_by_brute_force(seed):
+    torch.manual_seed(seed)
+    g_R, g_D = torch.randn(4, dtype=torch.float64) * 3 ** (seed - 3), torch.randn(4, dtype=torch.float64)
+    got = ntk.geometry([g_R], [g_D])
+    grid = torch.linspace(0, 1, 2001, dtype=torch.float64)[:, None]
+    best = grid[(grid * g_D + (1 - grid) * g_R).norm(dim=-1).argmin()].item()
+    assert ntk.min_norm_alpha(got["norm_R"], got["norm_D"], got["phi"]) == pytest.approx(best, abs=1e-3)
+    for alpha in (0.0, 0.1, 0.5, 0.9, 1.0):                 # hurt: the step -(alpha g_D + (1-alpha) g_R) climbs L_D
+        step = alpha * g_D + (1 - alpha) * g_R
+        assert ntk.distillation_hurt(got["phi"], got["kappa"], alpha) == bool(g_D @ step < 0)
+
+
+def test_shares_folding_and_verdict():
+    assert ntk.min_norm_alpha(1.0, 1.0, 1.0) == 0.5 and ntk.min_norm_alpha(2.0, 0.0, 0.0) == 1.0
+    K, cos = torch.tensor([[-1.0, -1e-6, 0.0, 2.0, -3.0]]), torch.tensor([[-0.5, -1e-5, 0.0, 0.1, -0.2]])
+    assert ntk.conflict_share(K, cos, torch.tensor([[1, 1, 1, 1, 0]])) == dict(conflict=0.5, conflict_deadband=0.25)
+    assert ntk.conflict_share(K, cos, torch.zeros(1, 5)) == dict(conflict=0.0, conflict_deadband=0.0)
+    a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])
+    assert ntk.gradient_folding([a, a, a]) == pytest.approx(0) and ntk.gradient_folding([a, -a]) == pytest.approx(1)
+    assert ntk.gradient_folding([[a, b], [a, -b]]) == pytest.approx(1 - 4 / (2 * 10))
+    assert ntk.gradient_folding([0 * a, 0 * a]) == 0
+    for kappa, conflict, method in ((6e3, .1, "m3-select"), (5e3, .1, "m3-soft"), (1001, .4, "m3-soft"),
+                                    (1e3, .5, "hybrid"), (10, .6, "m3-select")):
+        got, sentence = ntk.probe_verdict(kappa, conflict)
+        assert got == method and method in sentence and "Caveat" in sentence
+    with pytest.raises(ValueError):
+        ntk.probe_verdict(float("nan"), 0.1)
+
+
+# ---------------------------------------------------------------------------------------------- diagnostics
+def test_diagnostics():
+    assert ntk.learning_signal(3.0, 2.0) == 2.25 and ntk.learning_signal(1.0, 0.0) != ntk.learning_signal(1.0, 0.0)
+    g0, g1, h0, h1 = (torch.tensor(x) for x in ([1.0, 2.0], [3.0, -2.0], [1.0, 1.0], [0.0, 4.0]))
+    got = ntk.occupancy([g0], [g1], h0, h1)
+    assert got == dict(g2=-1.0, X=4.5, alpha=-4.5)          # 1*3 - 2*2; (1*3 - 1*2 + 0*1 + 4*2)/2: signs are kept
+    X, Y = torch.randn(12, 5), torch.randn(12, 7)
+    Q = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64))[0]
+    x, y = (t.double() - t.double().mean(0) for t in (X, Y))
+    want = (y.T @ x).norm() ** 2 / ((x.T @ x).norm() * (y.T @ y).norm())
+    assert ntk.linear_cka(X, Y) == pytest.approx(want.item())
+    assert ntk.linear_cka(X, 3 * X.double() @ Q + 5) == pytest.approx(1) and ntk.linear_cka(X, torch.ones(12, 2)) == 0
+    model = small()
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with torch.no_grad():
+        model.lm_head.weight += 0.5                         # tied: counts once, above and below the line
+    sizes = {n: p.numel() for n, p in model.named_parameters()}
+    want = 0.5 * sizes["model.embed_tokens.weight"] ** 0.5 / sum(p.square().sum().item() for p in start.values()) ** 0.5
+    assert "lm_head.weight" not in sizes and ntk.parameter_change(model, start) == pytest.approx(want, rel=1e-5)
+
+
+# --- python ntk.py ------------------------------------------------------------------------------------------------------------------
+
+NTK_FAST = "--prompts 2 --group-size 2 --max-new-tokens 5 --rows-exact 2".split()
+
+
+def test_ntk_main(world, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    calls = iter(range(100))  # an untrained model never answers right: pay every other response
+    monkeypatch.setattr(m3, "verify", lambda text, gold, kind: next(calls) % 2)
+    seen, heat_map = [], ntk.heat_map
+    monkeypatch.setattr(ntk, "heat_map", lambda out, panels: (seen.extend(panels), heat_map(out, panels)))
+    ntk.main([*NTK_FAST, "--out", "heat"])
+    text = capsys.readouterr().out
+    for part in ("1. Token level", "2. Token level", "3. Response level", "Batch level: kappa", "4. heat"):
+        assert part in text
+    table = {line[:26].strip(): line[26:].split() for line in text.splitlines()}
+    assert table["exact"][:3] == ["1.000"] * 3
+    for name in ("logit", "local", "local, own=False", *(f"hutchinson, P={P}" for P in (1, 4, 16))):
+        sign, corr = map(float, table[name][:2])
+        assert 0 <= sign <= 1 and -1 <= corr <= 1
+    counts = [int(table[f"{name}, A {sign} 0"][0]) for name in ("conflict", "compatible") for sign in ("<", ">", "!=")]
+    assert counts[0] + counts[1] == counts[2] > 0 and counts[3] + counts[4] == counts[5] > 0
+    assert [table[f"on-policy, {x}"][0] for x in ("correct", "wrong")] == ["2", "2"] and table["gold prefix, A = 1"][0] == "2"
+    page = (world / "heat/heatmap.html").read_text()
+    assert len(seen) == 3 and "correct (reward 1, A = +0.71)" in page and "wrong (reward 0, A = -0.71)" in page
+    for _, tokens in seen:
+        assert tokens and all(html.escape(token) in page and f'title="{c:+.3f}"' in page for token, c in tokens)
+    assert "<eos>" not in page and "http" not in page and (world / "heat/heatmap.png").stat().st_size > 5_000
+
+
+def test_ntk_main_leaves_the_model_alone_and_repeats(world, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    texts = []
+    for _ in range(2):
+        calls = iter(range(100))
+        monkeypatch.setattr(m3, "verify", lambda text, gold, kind: next(calls) % 2)
+        ntk.main([*NTK_FAST, "--out", "again"])
+        texts.append(capsys.readouterr().out.split("2. Token level")[1])  # part 1 holds times
+    assert texts[0] == texts[1]
+
+
+def test_heat_map_escapes_and_wraps(tmp_path):
+    ntk.heat_map(tmp_path, [("a < b & $c$ " * 20, [("<script>", 0.5), ("$x_1$", -1.0), ("", 0.0), ("&", 1.0)] * 12)])
+    page = (tmp_path / "heatmap.html").read_text()
+    assert "<script>" not in page and "&lt;script&gt;" in page and "#c81e1e" in page and "#1e5ac8" in page
+    import matplotlib.image
+    height, width, _ = matplotlib.image.imread(tmp_path / "heatmap.png").shape
+    assert width > 900 and height > 250
+
+
+@pytest.mark.parametrize("argv, word", [
+    (["--no-such-flag"], "--no-such-flag"), (["--prompts", "0"], "--prompts"), (["--group-size", "1"], "--group-size"),
+    (["--lr", "x"], "--lr"), (["--lr", "-1"], "--lr"), (["--rows-exact", "0"], "--rows-exact"),
+    (["--dataset", "gsm8k"], "--dataset"), (["--model", "./nowhere"], "--model"), (["--checkpoint", "./nowhere"], "nowhere")])
+def test_ntk_main_mistakes(world, monkeypatch, capsys, argv, word):
+    monkeypatch.chdir(world)
+    with pytest.raises(SystemExit) as end:
+        ntk.main(argv)
+    error = capsys.readouterr().err.strip()
+    assert end.value.code == 2 and word in error and "\n" not in error
+
+
+def test_ntk_main_without_any_reward(world, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    with pytest.raises(SystemExit) as end:
+        ntk.main(NTK_FAST)
+    assert end.value.code == 1 and "--group-size" in capsys.readouterr().err
+
+
+# --- the 103 reported faults: each is pinned by a test, or cannot occur ------------------------------------------------------------
+
+REPORTS = {
+    **{f"Ha{i:02}": "test_case" for i in [*range(1, 19), *range(20, 32)]},
+    "Ha27": "test_layouts",
+    "Ha19": "test_training_and_evaluation_use_one_verifier", "Ha32": "test_what_stands_behind_the_end_token_is_not_scored",
+    "Ha33": "test_all_replies_cut_is_said_once", "Ha34": "test_greedy_equals_generate_and_padding_does_not_matter",
+    "Hb01": "test_group_advantages", "Hb02": "test_group_advantages", "Hb03": "test_group_advantages",
+    "Hb04": "test_group_advantages", "Hb05": "test_models_that_return_all_logits",
+    "Hb06": "test_hidden_states_equal_one_row_at_a_time", "Hb07": "test_hidden_states_equal_one_row_at_a_time",
+    "Hb08": "test_greedy_equals_generate_and_padding_does_not_matter",
+    "Hb09": "test_seeded_backward_through_shared_prompts_and_chunks_equals_autograd",
+    "Hb10": "test_pad_equal_to_end_token", "Hb11": "test_sampler_mask_logprobs_and_uniforms",
+    "Hb12": "test_scores_are_the_sampled_probabilities", "Hb13": "test_sampler_draws_from_the_model_and_not_from_its_generation_config",
+    "Hb14": "test_dropout_is_off", "Hb15": "test_token_weights_pin_the_reduction", "Hb16": "test_handed_reductions",
+    "Hb17": "test_a_smaller_last_micro_batch", "Hb18": "cannot occur: truncated responses are trained on like all others",
+    "Hb19": "test_nothing_but_masked_tokens", "Hb20": "test_handed_reductions",
+    "Hb21": "cannot occur: no reference-KL term; that the teacher's term pulls is test_distillation_comes_nearer",
+    "Hb22": "test_low_precision_logits_are_scored_in_float32",
+    "Hb23": "test_reward_residual_is_the_gradient_and_has_the_right_sign",
+    "Hb24": "test_the_text_of_a_reply_is_not_trained_on", "Hb25": "test_a_logged_loss_is_not_the_gradient",
+    "Hc01": "test_teacher_is_checked", "Hc02": "test_teacher_is_checked", "Hc03": "test_divergences_by_hand",
+    "Hc04": "test_divergences_by_hand", "Hc05": "test_handed_reductions", "Hc06": "test_handed_reductions",
+    "Hc07": "test_padded_vocabulary_gives_no_nan", "Hc08": "test_handed_divergences", "Hc09": "test_handed_divergences",
+    "Hc10": "test_length_filter", "Hc11": "test_hidden_states_equal_one_row_at_a_time", "Hc12": "test_tails_and_start_token",
+    "Hc13": "test_dropout_is_off", "Hc14": "test_dropout_is_off", "Hc15": "test_the_teacher_stays_where_it_was",
+    "Hc16": "test_divergences_by_hand", "Hc17": "test_distill_residual_is_the_gradient",
+    "Hc18": "test_gold_is_only_in_the_teachers_prompt", "Hc19": "test_tails_and_start_token",
+    "Hd01": "test_tails_and_start_token", "Hd02": "test_load_model", "Hd03": "test_pad_equal_to_end_token",
+    "Hd04": "test_tails_and_start_token", "Hd05": "test_tails_and_start_token", "Hd06": "test_length_filter",
+    "Hd07": "test_data_errors", "Hd08": "test_load_model", "Hd09": "test_length_filter", "Hd10": "test_data_errors",
+    "Hd11": "test_length_filter", "Hd12": "test_files",
+    "He01": "test_kill_at_any_moment_and_resume", "He02": "test_bfloat16_weights_move_by_float32_masters",
+    "He03": "test_disk_full", "He04": "test_checkpoints_are_ordered_by_number", "He05": "test_disk_full",
+    "He06": "test_non_finite_steps", "He07": "test_signals_save_within_a_step", "He08": "test_memory_flags_do_not_change_the_result",
+    "He09": "test_resume_is_bit_for_bit", "He10": "test_sampler_mask_logprobs_and_uniforms",
+    "He11": "test_mistakes_of_machine_and_number", "He12": "test_evaluation_changes_nothing_and_counts_every_row",
+    "He13": "test_evaluation_changes_nothing_and_counts_every_row"}
+
+
+def test_every_report_has_its_test():
+    assert set(REPORTS) == {f"H{part}{i:02}" for part, n in zip("abcde", (34, 25, 19, 12, 13)) for i in range(1, n + 1)}
+    tests = {node.name for node in ast.parse(pathlib.Path(__file__).read_text()).body
+             if isinstance(node, ast.FunctionDef)}
+    assert [r for r, name in REPORTS.items() if name not in tests and not name.startswith("cannot occur: ")] == []
+
+
+def test_what_stands_behind_the_end_token_is_not_scored():  # Ha32
+    tok = train.toy_tokenizer()
+    ids = torch.tensor([tok("#### 8 <eos> #### 9")["input_ids"]])
+    mask = torch.tensor([[1, 1, 1, 0, 0]]).bool()  # as m3.sample makes it: the first end token is in, all after it out
+    assert train.decode(tok, ids, mask) == ["#### 8"]
+    assert [m3.verify(*train.decode(tok, ids, mask), gold, "toy") for gold in "89"] == [1, 0]
+
+
+def test_handed_reductions():
+    mask = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]]).bool()
+    loss = torch.tensor([[4.0] * 6, [1.0] * 6])
+    halves = [(m3.token_weights(mask[i:i + 1], 2, mask.sum()) * loss[i]).sum().item() for i in range(2)]
+    assert sum(halves) == pytest.approx(1.75)  # Hb16: two micro-batches of 2 and 6 tokens; their own means would give 2.5
+    assert sum((m3.token_weights(mask[i:i + 1], 2) * loss[i]).sum().item() for i in range(2)) == pytest.approx(2.5)  # 1/N_i: that is it
+    kl, mask = torch.tensor([[0.4, 0.2, 9.0, 9.0]]), torch.tensor([[1, 1, 0, 0]]).bool()
+    for tokens in (None, mask.sum()):
+        assert (m3.token_weights(mask, 1, tokens) * kl).sum().item() == pytest.approx(0.3)  # Hc06
+    S, T = torch.randn(2, 5, 11), torch.randn(2, 5, 11)  # Hc05: a sum over words, then a mean over tokens
+    D, every = m3.divergence(S, T, "fkl"), torch.ones(2, 5).bool()
+    terms = F.kl_div(S.log_softmax(-1), T.log_softmax(-1), reduction="none", log_target=True)
+    assert D.shape == (2, 5) and (m3.token_weights(every, 2) * D).sum().item() == pytest.approx(terms.sum().item() / 10)
+    far = torch.tensor([95.0, -95.0, 95.0])  # Hb20: exp(95) is inf in float32
+    A = m3.rlsd_advantages(torch.tensor([1.0, -1.0, 0.0]), far, torch.zeros(3), lam=0.5)
+    assert A.tolist() == pytest.approx([1.1, -1.1, 0.0])
+
+
+def test_handed_divergences():
+    T, S = torch.tensor([0.6, 0.2, 0.15, 0.05]).log(), torch.tensor([0.7, 0.25, 0.03, 0.02]).log()
+    assert m3.divergence(S, T, "fkl").item() == pytest.approx(0.1501, abs=1e-4)  # Hc08: the full sum, never below 0
+    bucket = [torch.cat([p[:2], p[2:].exp().sum().log()[None]]) for p in (S, T)]
+    torch.testing.assert_close(m3.sdpo_residual(S, T, 2)[:2], m3.distill_residual(*bucket, "jsd")[:2])  # SDPO: with the tail
+    T, S = torch.tensor([0.8, 0.1, 0.1]).log(), torch.tensor([0.2, 0.4, 0.4]).log()  # Hc09: the token's sum is clipped
+    assert m3.divergence(S, T, "fkl").item() == pytest.approx(0.8318, abs=1e-4)
+    assert (m3.distill_residual(S, T, "fkl", tau=0.05) == 0).all() and (m3.distill_residual(S, T, "fkl", tau=0.84) != 0).all()
+
+
+def test_pad_equal_to_end_token():  # Hb10, Hd03
+    model = tiny()
+    a, b = (m3.sample(model, PROMPTS, 8, 9, eos_ids=[EOS, 2], pad_id=pad, generator=torch.Generator().manual_seed(5)) for pad in (EOS, PAD))
+    assert torch.equal(a[1], b[1]) and torch.equal(a[0][a[1]], b[0][b[1]]) and not a[1].all()
+    for row, mask in zip(*a[:2]):
+        ends = torch.isin(row, torch.tensor([EOS, 2])).nonzero()
+        assert mask.sum() == (int(ends[0]) + 1 if len(ends) else len(row))  # `ids != pad` would leave the end token out
+    h = [m3.hidden_states(model.base_model, PROMPTS, a[0], 8, pad)[a[1]] for pad in (EOS, PAD)]
+    assert torch.equal(*h)
+
+
+def test_models_that_return_all_logits():  # Hb05
+    model, other = tiny(), tiny()
+    other.forward = lambda logits_to_keep=0, f=other.forward, **kw: f(**kw)
+    a, b = (m3.sample(m, PROMPTS, 2, 5, eos_ids=[EOS], pad_id=PAD, generator=torch.Generator().manual_seed(0)) for m in (model, other))
+    assert torch.equal(a[0], b[0]) and torch.allclose(a[2], b[2], atol=1e-5)
+
+
+def test_a_word_of_probability_zero_is_never_drawn():
+    for u in (0.0, 1 - 2**-24):  # the ends of what torch.rand can give
+        a = m3.sample(tiny(), PROMPTS, 2, 6, eos_ids=[EOS], pad_id=PAD, uniforms=torch.full((6, 6), u), top_k=1)
+        b = m3.sample(tiny(), PROMPTS, 2, 6, 0.0, eos_ids=[EOS], pad_id=PAD)
+        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+@pytest.mark.parametrize("prompts, tokens", [(PROMPTS, [[EOS]] * 6), ([[5], [6]], [[EOS, PAD], [7, EOS]] * 2)])
+def test_empty_replies_and_one_token_prompts(prompts, tokens):
+    model, tokens, G = tiny(), torch.tensor(tokens), 2
+    h = m3.hidden_states(model.base_model, prompts, tokens, G, PAD)
+    z = model.get_output_embeddings()(h)
+    for row in range(len(tokens)):
+        full = torch.tensor([prompts[row // G] + tokens[row].tolist()])
+        torch.testing.assert_close(z[row], model(full).logits[0, -tokens.shape[1] - 1:-1], rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_but_masked_tokens():  # Hb19
+    model = tiny()
+    tokens, mask, _ = responses(model)
+    none = torch.zeros_like(mask)
+    h = m3.hidden_states(model.base_model, PROMPTS, tokens, 3, PAD)[none]
+    z, params = model.get_output_embeddings()(h), list(model.parameters())
+    seed = m3.m3_seed(m3.distill_residual(z, z), m3.reward_residual(z, tokens[none], torch.ones(0)), torch.ones(0), 0.1)
+    into = [torch.zeros_like(p) for p in params]
+    m3.accumulate(into, z, params, seed)
+    assert z.shape == (0, 23) and all((g == 0).all() for g in into)
+    assert ntk.conflict_share(none.float(), none.float(), none) == dict(conflict=0.0, conflict_deadband=0.0)
+
+
+# --- the program: what it trains on ------------------------------------------------------------------------------------------------
+
+
+def test_training_and_evaluation_use_one_verifier(world, monkeypatch):  # Ha19; and a batch of all-equal groups
+    monkeypatch.setattr(m3, "verify", lambda text, gold, kind: 1)
+    lines = run(world, "--method", "grpo", "--out", "paid", "--steps", "2")
+    assert all(x["reward"] == x["zero_advantage"] == 1 and x["grad_norm"] == x["kappa"] == x["phi"] == 0 for x in lines[1:])
+    assert lines[2]["accuracy"] == 1
+    start = train.Qwen3ForCausalLM.from_pretrained(train.toy_base_path(world / "runs/cache", 0)).state_dict()
+    assert all(torch.equal(v, start[k]) for k, v in weights(world, "paid").items())
+
+
+@pytest.mark.parametrize("method", ["grpo", "m3-soft", "m3-eg", "pcgrad", "sdpo"])
+def test_replies_of_only_an_end_token(world, monkeypatch, method):
+    def ended_at_once(model, prompts, group, *settings, eos_ids, **kw):
+        tokens = torch.full((len(prompts) * group, 1), min(eos_ids))
+        return tokens, torch.ones_like(tokens).bool(), torch.zeros(tokens.shape)
+    monkeypatch.setattr(m3, "sample", ended_at_once)
+    line = run(world, "--method", method, "--out", f"eos-{method}", "--steps", "1", "--kernel", "local")[1]
+    known = {k: v for k, v in line.items() if v is not None and k != "collapsed"}
+    assert all(math.isfinite(v) for v in known.values()) and {"grad_norm", "kappa", "phi", "conflict"} <= set(known)
+    assert (line["length"], line["reward"], line["truncated"], line["kappa"]) == (1, 0, 0, 0)
+    assert (line["grad_norm"] > 0) == (method in ("m3-soft", "pcgrad"))  # only the teacher has something to say
+
+
+def test_all_replies_cut_is_said_once(world, monkeypatch, capsys):  # Ha33
+    def cut(*args, f=m3.sample, eos_ids, **kw):
+        tokens, mask, logprobs = f(*args, eos_ids=[-1], **kw)
+        return tokens.masked_fill(torch.isin(tokens, torch.tensor(sorted(eos_ids))), 5), mask, logprobs
+    monkeypatch.setattr(m3, "sample", cut)
+    monkeypatch.setattr(m3, "verify", lambda text, gold, kind: 0)
+    lines = run(world, "--method", "grpo", "--out", "cut")
+    assert all((x["truncated"], x["zero_advantage"], x["reward"]) == (1, 1, 0) for x in lines[1:])
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("--max-new-tokens") == 1
+
+
+def test_scores_are_the_sampled_probabilities(world, rewarded, monkeypatch):  # Hb12: at a temperature that is not 1
+    seen = []
+    monkeypatch.setattr(m3, "sample", lambda *args, f=m3.sample, **kw: seen.append(f(*args, **kw)) or seen[-1])
+    monkeypatch.setattr(m3, "group_advantages", lambda *args, f=m3.group_advantages: seen.append(f(*args)) or seen[-1])
+    line = run(world, "--method", "grpo", "--temperature", "0.5", "--out", "cool", "--steps", "1")[1]
+    tokens, mask, logprobs = seen[1]  # 0 is the evaluation before training
+    loss = -(m3.token_weights(mask, len(mask)) * seen[2][:, None] * logprobs).sum().item()
+    assert line["loss_R"] == pytest.approx(loss, rel=1e-4) and abs(loss) > 1e-3
+
+
+def test_a_logged_loss_is_not_the_gradient(world, rewarded):  # Hb25
+    for line in run(world, "--method", "grpo", "--out", "loss")[1:]:
+        assert abs(line["loss_R"]) < 1 < line["grad_norm"]
+
+
+def test_the_text_of_a_reply_is_not_trained_on(world, monkeypatch):  # Hb24
+    run(world, "--method", "opd", "--out", "text")
+    monkeypatch.setattr(train, "decode", lambda tokenizer, tokens, mask: ["12"] * len(tokens))
+    run(world, "--method", "opd", "--out", "no-text")
+    one, two = weights(world, "text"), weights(world, "no-text")
+    assert all(torch.equal(one[k], two[k]) for k in one)
+
+
+def test_a_smaller_last_micro_batch(world, rewarded):  # Hb17: 16 rows as 12 and 4
+    for reduction in ("response", "token"):
+        argv = ["--method", "hybrid", "--reduction", reduction, "--steps", "1"]
+        a, b = (run(world, *argv, "--out", f"mb{size}-{reduction}", "--micro-batch", size)[1] for size in ("0", "12"))
+        assert all(a[k] == pytest.approx(b[k], rel=1e-4) for k in ("grad_norm", "loss_R", "loss_D", "kappa", "phi", "alpha_eff"))
+
+
+def test_distillation_comes_nearer(world, monkeypatch):  # Hb21
+    """The sign of the whole chain, from residual to weights: on the same problems again and again, OPD's loss falls."""
+    monkeypatch.setattr(m3, "draw_problems", lambda n, count, seed, step: range(count))
+    lines = run(world, *"--method opd --lr 3e-3 --steps 12 --save-every 12 --eval-every 12 --out near".split())
+    assert lines[-1]["loss_D"] < 0.85 * lines[1]["loss_D"]
+
+
+@pytest.mark.parametrize("extra", [[], ["--gradient-checkpointing"]])
+def test_dropout_is_off(world, extra):  # Hb14, Hc13, Hc14: GPT-2 has dropout 0.1; a teacher with the same weights agrees exactly
+    argv = real_world(world, "gpt2", "model-gpt2")
+    line = run(world, *argv, "--teacher", "model-gpt2", "--method", "opd", "--lr", "0", "--steps", "1", "--out", f"drop{len(extra)}", *extra)[1]
+    assert line["loss_D"] == pytest.approx(0, abs=1e-6) and line["grad_norm"] < 1e-3
+
+
+def test_the_teacher_stays_where_it_was(world, rewarded, monkeypatch):  # Hc15
+    models = []
+    monkeypatch.setattr(m3, "split_head", lambda model, f=m3.split_head: models.append(model) or f(model))
+    run(world, "--method", "m3-eg", "--lr", "1e-2", "--out", "teacher")
+    start = train.Qwen3ForCausalLM.from_pretrained(train.toy_base_path(world / "runs/cache", 0)).state_dict()
+    student, teacher = (m.state_dict() for m in models)
+    assert all(torch.equal(v, start[k]) for k, v in teacher.items()) and not torch.equal(student["lm_head.weight"], start["lm_head.weight"])
+    assert not any(p.requires_grad for p in models[1].parameters())
+
+
+def test_evaluation_changes_nothing_and_counts_every_row(monkeypatch):  # He12, He13
+    verdicts = iter([1, 1, 1, 1, 1, 1, 0, 0, 1, 0])  # batches of 4, 4, 2 with 4, 2, 1 right
+    monkeypatch.setattr(m3, "verify", lambda text, gold, kind: next(verdicts))
+    model, rows = tiny(vocab=len(train.TOY_WORDS)).train(), [dict(prompt_ids=[5, 6 + i], answer="1", kind="toy") for i in range(10)]
+    before, noise = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    sizes, flags = [], train.argparse.Namespace(prompts_per_step=2, group_size=2, max_new_tokens=3)
+    monkeypatch.setattr(m3, "sample", lambda model, prompts, *a, f=m3.sample, **kw: sizes.append(len(prompts)) or f(model, prompts, *a, **kw))
+    accuracy, texts = train.evaluate(model, train.toy_tokenizer(), rows, flags, [1])
+    assert (accuracy, len(texts), sizes) == (0.7, 10, [4, 4, 2])
+    assert model.training and torch.equal(noise, torch.get_rng_state())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_random_probes_follow_the_seed(world, rewarded):  # kernel hutchinson: not the global generator, which evaluations may move
+    argv = [*real_world(world, "llama", "model-llama"), *"--prompts-per-step 1 --group-size 2 --max-new-tokens 2 --steps 1 --kernel hutchinson".split()]
+    lines = []
+    for i in range(2):
+        torch.manual_seed(i)
+        lines.append(run(world, *argv, "--out", f"probes{i}"))
+    assert lines[0] == lines[1]
+
+
+# --- the program: what stops it, and what is left then -------------------------------------------------------------------------------
+
+
+def one_line(capsys, *words):
+    """The error is one line that names the mend, and no traceback."""
+    said = capsys.readouterr().err
+    errors = [line for line in said.splitlines() if "train.py: error:" in line]
+    assert len(errors) == 1 and "Traceback" not in said and all(word in errors[0] for word in words), said[-2000:]
+
+
+@pytest.mark.parametrize("argv, word", [
+    ("--device gpu9", "--device"), ("--lora-rank -1", "--lora-rank"), ("--threads -1", "--threads"), ("--few-shot -1", "--few-shot"),
+    (f"--seed {10**30}", "--seed"), ("--seed -1", "--seed"), ("--beta nan", "--beta"), ("--lr inf", "--lr"), ("--lr nan", "--lr"),
+    ("--eps inf", "--eps"), ("--eta-in nan", "--eta-in"), ("--weight-decay nan", "--weight-decay"), ("--lr 1e30", "--lr"),
+    ("--out file/run", "file/run"), ("--out file", "cannot write"), ("--resume unsaved", "delete it"), ("--plot unlogged", "unlogged"),
+    ("--teacher ./none --model model-llama", "--teacher ./none"), ("--model other --kernel logit", "embeddings"), ("", "WORLD_SIZE")])
+def test_mistakes_of_machine_and_number(world, capsys, monkeypatch, argv, word):  # He11, Hd08 ...
+    (world / "file").write_text("a file, not a folder")
+    real_world(world, "llama", "model-llama")
+    if "other" in argv and not (world / "other").exists():  # a folder whose tokenizer belongs to a larger model
+        tiny_model("llama", vocab_size=20).save_pretrained(world / "other")
+        transformers.AutoTokenizer.from_pretrained(world / "model-llama").save_pretrained(world / "other")
+    for name in ("unsaved", "unlogged"):  # killed before its first checkpoint; no log at all
+        (world / name).mkdir(exist_ok=True), (world / name / "config.json").write_text('{"method": "grpo"}')
+    if not argv:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    run(world, *argv.split(), code=2)
+    one_line(capsys, word)
+
+
+def test_models_without_a_longest_context(world, rewarded):
+    argv = real_world(world, "gpt2", "model-gpt2")
+    folder = world / "no-limit"
+    if not folder.exists():
+        tok = transformers.AutoTokenizer.from_pretrained(world / "model-gpt2")
+        bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=len(tok), hidden_size=16, n_layer=1, n_head=2))
+        bloom.save_pretrained(folder), tok.save_pretrained(folder)
+    assert run(world, "--model", "no-limit", "--out", "unlimited", "--steps", "1")[1]["grad_norm"] > 0  # its positions are ALiBi's
+
+
+def test_no_code_from_a_model_folder_is_run(world, capsys, monkeypatch):
+    folder = world / "evil"
+    folder.mkdir(exist_ok=True)
+    (folder / "evil.py").write_text("open('evil-ran', 'w').write('x')\nclass T: pass\nclass M: pass\nclass C: pass\n")
+    names = {"AutoTokenizer": ["evil.T", None], "AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
+    for name in ("config.json", "tokenizer_config.json"):
+        (folder / name).write_text(json.dumps({"auto_map": names, "model_type": "evil", "tokenizer_class": "T"}))
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *question: asked.append(question) or "y")
+    run(world, "--model", "evil", "--out", "evil-run", code=2)
+    one_line(capsys, "--model evil")
+    assert not (world / "evil-ran").exists() and not asked
+
+
+class Damage:
+    """Ways for a checkpoint to be unreadable."""
+    def cut_state(out): os.truncate(out / "last/trainer.pt", 1000)
+    def junk_state(out): (out / "last/trainer.pt").write_bytes(b"\x80junk" * 99)
+    def no_state(out): (out / "last/trainer.pt").unlink()
+    def cut_weights(out): os.truncate(out / "last/model.safetensors", 5000)
+    def no_log(out): (out / "metrics.jsonl").unlink()
+    def short_log(out): (out / "metrics.jsonl").write_text((out / "metrics.jsonl").read_text().split("\n")[0] + "\n")
+    def poisoned(out):  # a pickle that would run code
+        import pickle
+        class Evil:
+            def __reduce__(self): return os.mkdir, ("pickle-ran",)
+        (out / "last/trainer.pt").write_bytes(pickle.dumps(Evil()))
+
+
+@pytest.fixture
+def saved(world, rewarded):
+    """A fresh copy of a run of three steps; the unbroken run that a resume must equal."""
+    if not (world / "saved").exists():
+        run(world, "--out", "saved")
+    shutil.rmtree(world / "hurt", ignore_errors=True)
+    shutil.copytree(world / "saved", world / "hurt", symlinks=True)
+    return world / "hurt"
+
+
+def repaired(world, step):
+    """What the message tells: point `last` at an earlier checkpoint. The rest is done again, bit for bit."""
+    (world / "hurt/last").unlink(missing_ok=True), (world / "hurt/last").symlink_to(f"checkpoint-{step}")
+    lines = run(world, "--resume", "hurt", "--out", "hurt")
+    one, two = weights(world, "saved"), weights(world, "hurt")
+    assert all(torch.equal(one[k], two[k]) for k in one) and [line["step"] for line in lines] == [0, 1, 2, 3]
+    samples = [(world / name / "samples.jsonl").read_text() for name in ("saved", "hurt")]
+    assert samples[0] == samples[1]  # a step that is done twice is written down once
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Damage) if name[0] != "_"])
+def test_corrupt_checkpoints(world, saved, capsys, name):
+    getattr(Damage, name)(saved)
+    run(world, "--resume", "hurt", code=2)
+    one_line(capsys, "--resume", "ln -sfn checkpoint-")
+    assert not (world / "pickle-ran").exists()
+    if name in ("cut_state", "cut_weights"):
+        repaired(world, 1)
+
+
+def test_a_resume_with_flags_that_do_not_fit(world, saved, capsys):
+    run(world, "--resume", "hurt", "--lora-rank", "2", "--steps", "4", code=2)
+    one_line(capsys, "--resume", "flags")
+    repaired(world, 3)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")])
+def test_disk_full(world, saved, rewarded, capsys, monkeypatch, error):  # He03, He05
+    repaired(world, 1)
+    def half(state, path, f=torch.save):
+        if state["step"] < 5:
+            return f(state, path)
+        path.write_bytes(b"half of it")
+        raise error
+    monkeypatch.setattr(torch, "save", half)
+    run(world, "--resume", "hurt", "--steps", "9", code=1)
+    one_line(capsys, str(error)[-20:], "--resume hurt")
+    out = world / "hurt"
+    assert os.readlink(out / "last") == "checkpoint-4" and not (out / "checkpoint-5").exists() and not list(out.glob(".*"))
+    assert train.Qwen3ForCausalLM.from_pretrained(out / "last") and torch.load(out / "last/trainer.pt", weights_only=True)["step"] == 4
+    monkeypatch.undo()
+    monkeypatch.setattr(m3, "verify", lambda text, gold, kind: len(text) % 2)
+    assert [line["step"] for line in run(world, "--resume", "hurt", "--out", "hurt", "--steps", "5")] == list(range(6))
+
+
+def test_disk_full_between_checkpoints(world, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(train, "append_line", full)
+    run(world, "--out", "full", code=1)
+    one_line(capsys, "No space left")
+
+
+@pytest.mark.parametrize("method", ["m3-soft", "m3-eg", "minnorm"])
+def test_non_finite_steps(world, rewarded, monkeypatch, capsys, method):  # He06
+    bad, step = {2}, [0]
+    monkeypatch.setattr(m3, "draw_problems", lambda *a, f=m3.draw_problems: step.__setitem__(0, a[-1]) or f(*a))
+    monkeypatch.setattr(m3, "hidden_states", lambda *a, f=m3.hidden_states, **kw: f(*a, **kw) * (math.nan if step[0] in bad else 1))
+    argv = ["--method", method, "--steps", "5", "--eval-every", "5"]
+    lines = run(world, *argv, "--out", f"nan1-{method}")
+    out, load = world / f"nan1-{method}", lambda f: train.Qwen3ForCausalLM.from_pretrained(f).state_dict()
+    one, two, three = (load(out / f"checkpoint-{i}") for i in (1, 2, 3))
+    assert lines[2]["grad_norm"] is lines[2]["loss_D"] is None and all(line["grad_norm"] > 0 for line in lines[1:2] + lines[3:])
+    assert all(torch.equal(one[k], two[k]) and torch.isfinite(three[k]).all() for k in one)  # not applied, and nothing stays behind
+    assert any(not torch.equal(two[k], three[k]) for k in one)
+    batch = torch.load(out / "non-finite-2.pt", weights_only=True)
+    assert batch["step"] == 2 and batch["tokens"].shape == batch["mask"].shape and len(batch["rewards"]) == 16
+    bad |= {3, 4}
+    capsys.readouterr()
+    run(world, *argv, "--out", f"nan3-{method}", code=1)
+    one_line(capsys, "three non-finite steps")
+    out = world / f"nan3-{method}"
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2, 3, 4] and {f.name for f in out.glob("non*")} == {f"non-finite-{i}.pt" for i in (2, 3, 4)}
+    assert all(torch.equal(v, one[k]) for k, v in load(out / "last").items())
+
+
+def test_checkpoints_are_ordered_by_number(world, saved, monkeypatch):  # He04: as text, 1000 comes before 900
+    for old, new in ((1, 900), (2, 1000)):
+        (saved / f"checkpoint-{old}").rename(saved / f"checkpoint-{new}")
+    read = []
+    monkeypatch.setattr(train.Qwen3ForCausalLM, "from_pretrained",
+                        lambda path, *a, f=train.Qwen3ForCausalLM.from_pretrained, **kw: read.append(path.name) or f(path, *a, **kw))
+    run(world, "--resume", "hurt", "--out", "hurt", "--swa")
+    assert read[-2:] == ["checkpoint-900", "checkpoint-1000"]
+    monkeypatch.undo()
+    monkeypatch.setattr(m3, "verify", lambda text, gold, kind: len(text) % 2)
+    run(world, "--resume", "hurt", "--out", "hurt", "--steps", "11")
+    assert os.readlink(saved / "last") == "checkpoint-11"  # not 3, which text would take
+
+
+@pytest.mark.parametrize("method, steps", [("sdpo", 1), ("rlsd", 19)])
+def test_a_moving_teacher_is_resumed(world, rewarded, method, steps):
+    argv, out = ["--method", method, "--lr", "1e-2", "--eval-every", "1"], f"state-{method}"
+    run(world, *argv, "--out", out, "--steps", "1")
+    if steps > 1:  # RLSD's teacher moves at step 20: let this be step 19
+        state, log = torch.load(world / out / "last/trainer.pt", weights_only=True), records(world / out)[1] | dict(seconds=1.0)
+        torch.save(state | dict(step=steps), world / out / "last/trainer.pt")
+        (world / out / "metrics.jsonl").write_text("".join(json.dumps(log | dict(step=i)) + "\n" for i in range(steps + 1)))
+    shutil.copytree(world / out, world / f"{out}-2", symlinks=True)
+    whole = run(world, "--resume", out, "--out", out, "--steps", str(steps + 2))
+    run(world, "--resume", f"{out}-2", "--out", f"{out}-2", "--steps", str(steps + 1))
+    assert run(world, "--resume", f"{out}-2", "--out", f"{out}-2", "--steps", str(steps + 2)) == whole
+    a, b = (torch.load(world / name / "last/trainer.pt", weights_only=True) for name in (out, f"{out}-2"))
+    start = train.Qwen3ForCausalLM.from_pretrained(train.toy_base_path(world / "runs/cache", 0)).state_dict()
+    assert same(a, b) and same(weights(world, out), weights(world, f"{out}-2"))
+    assert not torch.equal(a["teacher"]["lm_head.weight"], start["lm_head.weight"])
+
+
+def same(a, b):
+    """Equal to the bit, however nested."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+
+FORKS = """
+import json, os, sys, traceback
+sys.path.insert(0, sys.argv[1])
+import m3, train
+m3.verify = lambda text, gold, kind: len(text) % 2  # see the fixture `rewarded`
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        code, log = 1, os.open("forks.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1), os.dup2(log, 2)
+        try:
+            train.main(json.loads(line))
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush(), os._exit(code)
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def fork(world):
+    """fork(*flags, kill=function(pid)) runs train.py in a process of its own, forked from one that has torch in memory already."""
+    if not hasattr(os, "fork"):
+        pytest.skip("needs os.fork")
+    parent = subprocess.Popen([sys.executable, "-c", FORKS, str(pathlib.Path(train.__file__).parent)], cwd=world, text=True,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def start(*argv, kill=lambda pid: None):
+        print(json.dumps([*FAST, *argv]), file=parent.stdin, flush=True)
+        pid = int(parent.stdout.readline())
+        try:
+            kill(pid)
+        except ProcessLookupError:
+            pass  # it was done before
+        finally:
+            code = int(parent.stdout.readline())
+        return code
+    yield start
+    parent.stdin.close()
+    assert parent.wait(20) == 0
+
+
+def logged(out):
+    return (out / "metrics.jsonl").read_text().count("\n") if (out / "metrics.jsonl").exists() else 0
+
+
+def wait_for(out, lines):
+    limit = time.time() + 60
+    while logged(out) < lines:
+        assert time.time() < limit, f"no line {lines} in {out}"
+        time.sleep(0.002)
+
+
+def records(out, name="metrics"):
+    rows = [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in rows]
+
+
+def test_kill_at_any_moment_and_resume(world, fork):  # He01
+    argv, rng = "--steps 12 --method m3-soft --lr 1e-2 --eval-every 1 --max-new-tokens 5".split(), random.Random(0)
+    start = time.time()
+    assert fork(*argv, "--out", "unbroken") == 0
+    step, out, codes = (time.time() - start) / 13, world / "killed", []
+    for _ in range(5):
+        resume = (out / "last").exists()
+        if not resume and out.exists():
+            shutil.rmtree(out)  # killed before its first checkpoint: the message says, delete it
+        have = len(train.read_log(out)) if resume else 0
+
+        def kill(pid):
+            time.sleep(rng.uniform(0, 2 * step) if resume else 0)  # now and then while it is still reading the checkpoint
+            if not resume:
+                wait_for(out, 1)
+            time.sleep(rng.uniform(0, step))
+            os.kill(pid, signal.SIGKILL)
+        codes.append(fork(*argv, "--resume" if resume else "--out", "killed", kill=kill))
+    assert codes.count(-9) >= 3, codes
+    assert fork(*argv, "--resume" if (out / "last").exists() else "--out", "killed") == 0, (world / "forks.log").read_text()[-2000:]
+    whole = world / "unbroken"
+    assert records(out) == records(whole) and records(out, "samples") == records(whole, "samples")
+    assert [row["step"] for row in records(out)] == list(range(13)) and os.readlink(out / "last") == "checkpoint-12"
+    assert same(*(torch.load(o / "last/trainer.pt", weights_only=True) for o in (out, whole)))
+    assert same(weights(world, "killed"), weights(world, "unbroken"))
+    assert not [f.name for f in out.iterdir() if f.name[0] == "."]  # nothing half-written lies about
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_save_within_a_step(world, fork, number):  # He07
+    argv, name = "--steps 60 --save-every 60 --eval-every 60 --method m3-soft --lr 1e-2".split(), f"signal{int(number)}"
+    out, before = world / name, []
+
+    def stop(pid):
+        wait_for(out, 4)  # steps 0 to 3
+        before.append(logged(out))
+        os.kill(pid, number), time.sleep(0.01), os.kill(pid, number)  # a second one, impatient, does no harm
+    code = fork(*argv, "--out", name, kill=stop)
+    said = (world / "forks.log").read_text()
+    assert code == 128 + number and said.count("train.py: error") == 1 and f"--resume {name}" in said and "Traceback" not in said
+    done = len(records(out)) - 1
+    assert done <= before[0] + 1 and os.readlink(out / "last") == f"checkpoint-{done}" and not list(out.glob(".*"))
+    assert fork(*argv, "--resume", name, "--steps", str(done + 1)) == 0
+    assert [row["step"] for row in records(out)] == list(range(done + 2))
+
+
+# --- benchmarks: pytest -m benchmark -s ------------------------------------------------------------------------------------------
+# Whole-process times on a shared machine are noisy: every figure is a median, every ratio is of two things timed in turn.
+
+
+def timed(*jobs, repeats=7):
+    """Median seconds of each job, run in turn so that a slow minute hits all of them."""
+    times = [[] for _ in jobs]
+    for _ in range(repeats + 1):
+        for job, out in zip(jobs, times):
+            start = time.perf_counter()
+            job()
+            out.append(time.perf_counter() - start)
+    return [sorted(out[1:])[repeats // 2] for out in times]  # the first round warms up
+
+
+def report(name, **figures):
+    print("\n" + json.dumps({"benchmark": name, "threads": torch.get_num_threads(), "torch": torch.__version__,
+                             **{k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in figures.items()}}))
+
+
+def toy_batch(P=8, G=8, N=24):
+    """The toy base model and one step's rollouts of it."""
+    model, tok = train.toy_base(HERE / "runs/cache").eval(), train.toy_tokenizer()
+    rows = train.encode_rows(train.toy_rows(P, 5), tok, 256, N, [], "solution")
+    ids = [row["prompt_ids"] for row in rows]
+    go = lambda: m3.sample(model, ids, G, N, eos_ids={tok.eos_token_id}, pad_id=0,
+                           generator=torch.Generator().manual_seed(0))
+    return model, tok, rows, ids, go
+
+
+def seeded_step(model, ids, tokens, mask, G, chunk=4096):
+    """One GRPO forward and backward as the loop does it."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    backbone, head = m3.split_head(model)
+    A, w = torch.linspace(-1, 1, len(tokens)), m3.token_weights(mask, len(tokens))[mask]
+    into = [torch.zeros_like(p) for p in params]
+    h = m3.hidden_states(backbone, ids, tokens, G, 0)[mask]
+    leaf = h.detach().requires_grad_()
+    leaf_grad, y, a = torch.zeros_like(leaf), tokens[mask], A[:, None].expand_as(mask)[mask]
+    for c in (slice(i, i + chunk) for i in range(0, len(y), chunk)):
+        z = head(leaf[c]).float()
+        m3.accumulate([leaf_grad, *into], z, [leaf, *params], m3.reward_residual(z.detach(), y[c], a[c]) * w[c, None])
+    m3.accumulate(into, h, params, leaf_grad)
+    return into
+
+
+@pytest.mark.benchmark
+def test_benchmark_toy_step():
+    model, tok, rows, ids, sample = toy_batch()
+    tokens, mask, _ = sample()
+    teacher_ids = [row["teacher_ids"] for row in rows]
+
+    def teacher():
+        with torch.no_grad():
+            m3.hidden_states(model.base_model, teacher_ids, tokens, 8, 0)
+
+    L = max(map(len, ids)) + tokens.shape[1]
+    full, attention, _ = m3.left_pad([p for p in ids for _ in range(8)], 0)
+    full, attention = torch.cat([full, tokens], 1), torch.cat([attention, mask.long()], 1)
+    delta = [torch.randn(*tokens.shape, len(tok)) * mask[..., None] * 0.1 for _ in range(2)]
+    local = lambda: ntk.kdr(model, full, attention, *delta, kernel="local", group_size=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    s, t, u, k, o, g = timed(sample, teacher, lambda: seeded_step(model, ids, tokens, mask, 8), local, optimizer.step,
+                             lambda: a @ b)
+    n, params = int(mask.sum()), sum(p.numel() for p in model.parameters())
+    floor = (2 * params * n + 6 * params * n) / (2 * 1024**3 / g)
+    report("toy step, 8 x 8 responses", tokens=n, sample=s, teacher=t, score_and_backward=u, kernel_local=k, optimizer=o,
+           grpo_step=s + u + o, m3_logit_step=s + t + u + o, m3_local_step=s + t + u + k + o, gemm_floor=floor,
+           grpo_over_floor=(s + u + o) / floor, m3_logit_over_grpo=(s + t + u + o) / (s + u + o),
+           m3_local_over_grpo=(s + t + u + k + o) / (s + u + o), local_over_forward_backward=k / u,
+           tokens_per_second=n / (s + u + o))
+
+
+@pytest.mark.benchmark
+def test_benchmark_sampling_against_generate():
+    model, tok, rows, ids, sample = toy_batch()
+    left, attention, _ = m3.left_pad([p for p in ids for _ in range(8)], 0)
+    produced = []
+
+    def generate():
+        torch.manual_seed(0)
+        out = model.generate(left, attention_mask=attention, do_sample=True, temperature=1.0, top_p=1.0, top_k=0,
+                             max_new_tokens=24, eos_token_id=tok.eos_token_id, pad_token_id=0)[:, left.shape[1]:]
+        produced.append(int((out != 0).sum()))
+
+    ours, theirs = timed(sample, generate)
+    n = int(sample()[1].sum())
+    report("sampling, toy, 8 x 8", ours=n / ours, generate=produced[-1] / theirs, ratio=n / ours / (produced[-1] / theirs))
+
+
+@pytest.mark.benchmark
+@pytest.mark.parametrize("chunk", [1024, 128])
+def test_benchmark_vocabulary_chunks(chunk):
+    """Seconds and memory growth of one seeded backward, V = 151,936, 1,024 positions, in a process of its own."""
+    code = f"""
+import resource, time, torch, sys
+sys.path.insert(0, {str(HERE)!r})
+import test_m3
+from transformers import Qwen3Config, Qwen3ForCausalLM
+torch.manual_seed(0)
+model = Qwen3ForCausalLM(Qwen3Config(vocab_size=151936, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=32)).eval()
+model.get_output_embeddings().weight.requires_grad_(False)
+tokens, mask = torch.randint(9, (16, 64)), torch.ones(16, 64).bool()
+ids = [[5, 6, 7]] * 2
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+start = time.perf_counter()
+test_m3.seeded_step(model, ids, tokens, mask, 8, {chunk})
+print(time.perf_counter() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)
+"""
+    seconds, grown = map(float, subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
+    report("vocabulary chunks, V = 151,936, 1,024 positions", chunk=chunk, seconds=seconds, gigabytes_grown=grown)
+
+
+@pytest.mark.benchmark
+def test_benchmark_exact_kernel_against_the_loop():
+    model, tok, rows, ids, sample = toy_batch(P=1, G=2)
+    tokens, mask, _ = sample()
+    full, attention, _ = m3.left_pad([ids[0]] * 2, 0)
+    full, attention = torch.cat([full, tokens], 1), torch.cat([attention, mask.long()], 1)
+    delta = [torch.randn(*tokens.shape, len(tok)) * mask[..., None] * 0.1 for _ in range(2)]
+    fast, slow = timed(lambda: ntk.kdr(model, full, attention, *delta, kernel="exact"),
+                       lambda: loop(model, full, attention, *delta), repeats=3)
+    report("exact kernel against a plain loop, toy, 2 rows", vmap=fast, loop=slow, ratio=slow / fast)
+
+
+@pytest.mark.slow
+def test_a_real_model_trains(world):
+    """M3_MODEL=FOLDER pytest -m slow: two steps of a real model on the toy world's questions, adapter and local kernel."""
+    if not os.environ.get("M3_MODEL"):
+        pytest.skip("set M3_MODEL to the folder of a real model, SmolLM2-135M-Instruct for one")
+    lines = run(world, "--model", os.environ["M3_MODEL"], "--lora-rank", "8", "--lr", "1e-4", "--max-new-tokens", "32",
+                "--kernel", "local", "--steps", "2", "--vocab-chunk", "128", "--out", "real")
+    assert all(math.isfinite(line["loss_D"]) and line["loss_D"] > 0 for line in lines[1:])

@@ -1,0 +1,1000 @@
+"""Train a small language model by hybrid reward + on-policy self-distillation. One job, one command:
+
+    python train.py                 # toy world: no download, CPU or GPU, a few minutes
+    python train.py --help          # every knob, by stage
+
+Top to bottom, this file is the run: flags, the toy world, saving, and one long loop
+
+    sample -> reward -> score -> conflict -> seed -> backward -> step -> log
+
+whose mathematics lives in m3.py and whose statistics live in ntk.py. Departures from the textbook, and why:
+  1. Every random draw is a function of (seed, step). A resumed run needs no saved generator, and evaluating, logging
+     or splitting the batch cannot shift what is sampled next.
+  2. The head is run on chunks of response tokens, outside the graph of the transformer. Each seed goes back through
+     the chunk's logits into the hidden states: no [B, N, V] (but for --kernel exact, hutchinson); one backward does the rest.
+  3. AdamW, although the papers write plain steps. It is free of the gradient's scale, so s_bar matters only through
+     the clip and the moments' memory.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import copy
+import csv
+import functools
+import hashlib
+import importlib.util
+import inspect
+import io
+import json
+import math
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+import m3
+import ntk
+
+METRICS = """step reward accuracy loss_R loss_D grad_norm kappa phi conflict conflict_deadband alpha_eff zero_advantage
+clipped entropy length truncated mu lr tokens_per_second seconds collapsed""".split()
+
+# What tells the methods apart. One seed: (1 - alpha) delta_R + alpha delta_D with a fixed alpha ...
+SHARE = {"grpo": 0.0, "opd": 1.0, "rlsd": 0.0, "sdpo": 1.0}  # hybrid: --alpha; the last two for the log alone
+# ... or a gate's alpha_n on normalised residuals ...
+GATE = {"m3-norm": lambda K, cos, f: m3.gate_norm(K, f.alpha_max),
+        "m3-select": lambda K, cos, f: m3.gate_select(K, f.alpha_max),
+        "m3-soft": lambda K, cos, f: m3.gate_soft(cos, f.alpha_max, f.beta),
+        "m3-eg": lambda K, cos, f: m3.gate_soft(cos, f.alpha_max, f.beta)}
+# ... or two backward passes, and weights (w_R, w_D) that depend on both. rlsd and sdpo have seeds of their own, in step 3.
+MIX = {"gradnorm": lambda g: m3.gradnorm_weights(g["norm_R"], g["norm_D"]),
+       "pcgrad": lambda g: m3.pcgrad_weights(g["norm_R"], g["norm_D"], g["phi"]),
+       "minnorm": lambda g: (1 - (a := ntk.min_norm_alpha(g["norm_R"], g["norm_D"], g["phi"])), a)}
+NOT_SAVED = ["plot", "compare", "seeds", "preset", "resume", "probe", "defaults"]
+METHODS = ["grpo", "opd", "hybrid", *MIX, "rlsd", "sdpo", *GATE]
+
+# Named sets of flags, read before the command line's own: those win.
+PAPER = ("--method m3-soft --lora-rank 64 --lr 5e-5 --group-size 8 --steps 500 --alpha-max 0.15 "  # [M3]: alpha 128 = 2r
+         "--stats-every 10 --kdr-every 10 --eval-every 50 --save-every 50 ")  # what only the log needs, rarely
+PRESETS = {
+    # The three tables of the README.
+    "table-calm": "--compare grpo opd hybrid gradnorm pcgrad minnorm rlsd sdpo m3-norm m3-select m3-soft m3-eg "
+                  "--steps 60 --lr 1e-4 --stats-every 5 --kdr-every 5 --eval-every 10",
+    # Ten times the learning rate: the policy can run off the format of the answers, and what anchors it decides.
+    "table-stress": "--compare grpo hybrid m3-norm m3-select m3-soft m3-eg --steps 240 --lr 1e-3 --kernel logit "
+                    "--stats-every 20 --kdr-every 5 --eval-every 80",
+    # The teacher's loss a thousandth of itself: kappa in the thousands, which a normalised residual does not notice.
+    "table-high-kappa": "--compare grpo hybrid gradnorm m3-select m3-soft --steps 60 --lr 1e-4 --distill-scale 1e-3 "
+                        "--eps 1e-4 --stats-every 5 --kdr-every 5 --eval-every 10",
+    # Real models. Memory is an estimate by arithmetic (weights, adapter with moments and gradients, activations of one
+    # micro-batch, one chunk of logits), not a measurement.
+    "cpu-smollm2-svamp": "--model HuggingFaceTB/SmolLM2-135M-Instruct --dataset svamp --method m3-soft "  # 2 cores, ~3 GB
+                         "--few-shot 2 --lora-rank 16 --lr 5e-4 --steps 30 --prompts-per-step 2 --group-size 4 --kernel logit "
+                         "--max-new-tokens 40 --eval-limit 40 --eval-every 15 --stats-every 10 --vocab-chunk 256",
+    "qwen3-0.6b-gsm8k": PAPER + "--model Qwen/Qwen3-0.6B --dataset gsm8k "  # ~14 GB
+                        "--max-new-tokens 512 --micro-batch 16 --vocab-chunk 1024",
+    "qwen3-1.7b-gsm8k": PAPER + "--model Qwen/Qwen3-1.7B --dataset gsm8k "  # the paper's main model; ~22 GB
+                        "--max-new-tokens 512 --micro-batch 8 --vocab-chunk 1024",
+    "llama-3.2-1b-svamp": PAPER + "--model meta-llama/Llama-3.2-1B-Instruct --dataset svamp "  # short problems; ~14 GB
+                          "--max-new-tokens 256 --micro-batch 16 --vocab-chunk 1024",
+    "qwen2.5-1.5b-arc": PAPER + "--model Qwen/Qwen2.5-1.5B-Instruct --dataset arc "  # four options; ~18 GB
+                        "--max-new-tokens 256 --micro-batch 16 --vocab-chunk 1024",
+}
+
+def parse_flags(argv):
+    """All knobs, by stage. A resumed run starts from the flags it was saved with; flags given again win."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = lambda message: fail(message.replace("argument ", "") + " (see --help)")
+
+    rules, texts = {}, {}
+
+    def flag(group, name, default, text, ok=None, **kw):
+        kw = {"type": type(default), "metavar": None if "choices" in kw else "X"} | kw
+        key = group.add_argument(name, default=default, help=text, **kw).dest
+        rules[key], texts[key] = ok or (lambda value: True), text
+
+    at_least_1, above_0, not_negative = (lambda v: v >= 1), (lambda v: v > 0), (lambda v: v >= 0)
+    g = parser.add_argument_group("what to train")
+    flag(g, "--method", "m3-soft", "how the two signals are combined", choices=METHODS)
+    flag(g, "--model", "toy", "toy, or a causal language model: a folder or a hub id")
+    flag(g, "--dataset", "toy", "toy, gsm8k, svamp, arc, math, or a .json/.jsonl/.csv/.parquet file or folder of them")
+    flag(g, "--teacher", "privileged", "the frozen initial model, shown the gold solution; or another model: a folder or hub id")
+    flag(g, "--lora-rank", 0, "rank of adapters on every linear layer of the blocks, alpha is twice that; 0 trains all", not_negative)
+    flag(g, "--few-shot", 0, "worked examples in front of every problem, for base models", not_negative)
+    for name in ("prompt", "answer", "solution"):
+        flag(g, f"--{name}-field", "", f"column of a local file that holds the {name}")
+    flag(g, "--eval-split", "validation", "which rows are evaluated", choices=["validation", "test"])
+    flag(g, "--preset", "", "a named set of flags, see PRESETS in this file", choices=["", *PRESETS])
+    flag(g, "--steps", 100, "optimizer steps, at least 1", at_least_1)
+    g = parser.add_argument_group("rollouts (sampling settings are passed explicitly, never a checkpoint's own)")
+    flag(g, "--prompts-per-step", 8, "P: distinct prompts a step, at least 1", at_least_1)
+    flag(g, "--group-size", 8, "G: responses per prompt, at least 2: one has no spread", lambda v: v >= 2)
+    flag(g, "--max-new-tokens", 24, "longest response, at least 1", at_least_1)
+    flag(g, "--temperature", 1.0, "of sampling and of scoring alike, above 0", above_0)
+    flag(g, "--top-p", 1.0, "nucleus, in (0, 1]; 1 is off", lambda v: 0 < v <= 1)
+    flag(g, "--top-k", 0, "0 is off", not_negative)
+    g = parser.add_argument_group("signals")
+    flag(g, "--std", "unbiased", "spread that advantages are divided by", choices=["unbiased", "population", "none"])
+    flag(g, "--divergence", "jsd", "loss of eq 1; M3's residual is always fkl's", choices=["jsd", "fkl", "rkl", "rkl-topk"])
+    flag(g, "--lam", 0.5, "lambda of the jsd, inside (0, 1); its ends are fkl and rkl", lambda v: 0 < v < 1)
+    flag(g, "--tau", None, "clip of a token's divergence in nats, above 0: beyond it a token gives no distillation gradient",
+         lambda v: v is None or v > 0, type=float)
+    flag(g, "--distill-scale", 1.0, "factor on the teacher's loss and residuals, above 0: the lever on kappa", above_0)
+    flag(g, "--hint", "solution", "what the privileged teacher sees", choices=["solution", "answer"])
+    flag(g, "--reduction", "response", "1/N per response then mean, or one mean over tokens", choices=["response", "token"])
+    g = parser.add_argument_group("method")
+    flag(g, "--alpha", 0.5, "hybrid: weight of distillation, in [0, 1]", lambda v: 0 <= v <= 1)
+    flag(g, "--alpha-max", 0.15, "M3: the teacher's largest share of a token, in [0, 1]", lambda v: 0 <= v <= 1)
+    flag(g, "--beta", 1.0, "M3-Soft and M3-EG: sharpness of the gate")
+    flag(g, "--eps", 0.1, "M3: eps of the normalised residual, in units of its norm, above 0", above_0)
+    flag(g, "--eta-in", 1000.0, "M3-EG: inner step size as a multiple of --lr (a plain step, AdamW's is far larger)")
+    flag(g, "--zero-advantage", "teacher", "M3 tokens without a reward signal", choices=["teacher", "skip"])
+    flag(g, "--kernel", "local", "how K_DR(n) is computed", choices=["logit", "local", "hutchinson", "exact"])
+    g = parser.add_argument_group("optimizer")
+    flag(g, "--lr", 1e-4, "AdamW learning rate, in [0, 1]", lambda v: 0 <= v <= 1)
+    flag(g, "--warmup", 0, "steps of linear warm-up", not_negative)
+    flag(g, "--weight-decay", 0.0, "AdamW's, in [0, 1]", lambda v: 0 <= v <= 1)
+    flag(g, "--clip", 1.0, "largest gradient norm, above 0", above_0)
+    flag(g, "--micro-batch", 0, "rows per training pass, a multiple or divisor of --group-size; 0 is all", not_negative)
+    flag(g, "--sample-batch", 0, "prompts sampled at a time; 0 is all. Results depend on neither (hutchinson: on --micro-batch)", not_negative)
+    g.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations: less memory, more time")
+    flag(g, "--vocab-chunk", 4096, "response tokens whose logits exist at one time, at least 1", at_least_1)
+    g = parser.add_argument_group("run")
+    flag(g, "--seed", 0, "governs every random draw; 0 to 2^32 - 1", lambda v: 0 <= v < 2**32)
+    flag(g, "--device", "auto", "cpu, cuda, cuda:1, mps; auto takes a GPU where there is one")
+    flag(g, "--dtype", "auto", "of a real model; auto is bfloat16 on cuda", choices=["auto", "float32", "bfloat16"])
+    flag(g, "--threads", 0, "CPU threads; 0 leaves torch's choice", not_negative)
+    flag(g, "--eval-every", 20, "steps between greedy evaluations, at least 1", at_least_1)
+    flag(g, "--eval-limit", 200, "held-out problems per evaluation, at least 1", at_least_1)
+    flag(g, "--stats-every", 1, "steps between kappa and phi (two extra backward passes); 0 is never")
+    flag(g, "--kdr-every", 1, "steps between conflict shares in the log (M3's gates need K_DR anyway); 0 is never")
+    flag(g, "--save-every", 50, "steps between checkpoints, at least 1; the last step is always saved", at_least_1)
+    g.add_argument("--stop-on-collapse", action="store_true", help="end when reward stays below 0.05 for ten steps")
+    g.add_argument("--swa", action="store_true", help="at the end, also evaluate the mean of the last two checkpoints")
+    flag(g, "--out", "", "folder of this run; by default runs/<time>-<method>")
+    flag(g, "--resume", "", "go on with the run in this folder from its last checkpoint")
+    g = parser.add_argument_group("instead of one run")
+    g.add_argument("--probe", action="store_true", help="ten steps of hybrid, then print which method the paper's rule advises")
+    g.add_argument("--compare", nargs="+", choices=METHODS, metavar="METHOD",
+                   help="train each METHOD on the same seeds, one process per core; table and figure in --out")
+    flag(g, "--seeds", 3, "seeds 0, 1, ... of --compare, at least 1", at_least_1)
+    g.add_argument("--plot", nargs="+", metavar="FOLDER", help="draw curves.png into the first FOLDER and stop")
+
+    argv = sys.argv[1:] if argv is None else list(argv)
+    flags = parser.parse_args(argv)
+    if flags.preset:
+        argv = PRESETS[flags.preset].split() + argv
+        flags = parser.parse_args(argv)
+    if flags.resume:
+        with or_fail(f"--resume: cannot read {flags.resume}/config.json"):
+            saved = json.loads((pathlib.Path(flags.resume) / "config.json").read_text())
+        parser.set_defaults(**{k: v for k, v in saved.items() if k in vars(flags)})
+        flags = parser.parse_args(argv)
+        flags.out = flags.resume
+    flags.defaults = {k: parser.get_default(k) for k in vars(flags)}
+    for name, ok in rules.items():
+        value = getattr(flags, name)
+        if not ok(value) or isinstance(value, float) and not math.isfinite(value):
+            fail(f"--{name.replace('_', '-')} {value} is out of range: {texts[name]}")
+    for ok, message in [
+            (os.environ.get("WORLD_SIZE", "1") == "1", "WORLD_SIZE > 1: this is one process on one device, start it without torchrun"),
+            (flags.micro_batch == 0 or flags.micro_batch % flags.group_size == 0 or flags.group_size % flags.micro_batch == 0,
+             "--micro-batch must be a multiple or a divisor of --group-size"),
+            (flags.model != "toy" or flags.dataset == "toy", "--dataset: the toy model only knows the toy world; give a --model"),
+            (flags.model != "toy" or flags.teacher == "privileged", "--teacher: the toy model has no other teacher"),
+            (flags.method not in ("rlsd", "sdpo") or not flags.lora_rank and flags.teacher == "privileged",
+             f"--method {flags.method} moves its teacher along: it needs --lora-rank 0 and --teacher privileged")]:
+        if not ok:
+            fail(message)
+    if flags.probe:
+        flags.method, flags.steps, flags.stats_every, flags.kdr_every = "hybrid", 10, 1, 1
+    if flags.device == "auto":
+        flags.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if flags.dtype == "auto":
+        flags.dtype = "bfloat16" if flags.device.startswith("cuda") else "float32"
+    return flags
+
+def fail(message, code=2):
+    """A user's mistake: one line that names the mend, exit code 2, no traceback."""
+    print(f"train.py: error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+@contextlib.contextmanager
+def or_fail(message, kinds=Exception, code=2):
+    """What fails inside ends the program with this message and the error's first line."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise  # main has advice for that
+    except kinds as error:
+        fail(f"{message} ({type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]})", code)
+
+# --- The toy world: word problems a 0.9M model learns in a minute, and one bad habit for reward and teacher to cure --
+
+TOY_WORDS = ["<pad>", "<eos>", "<unk>", "\n", *"has gets loses doubles them , . ? How many Answer Hint : + - * = ####".split(),
+             *(TOY_NAMES := "Ann Bob Cem Dua Eli Fay Gus Hana Ivo Jun".split()),
+             *(TOY_THINGS := "pens cups figs nuts keys eggs hats coins".split()), *map(str, range(100))]
+
+def toy_problem(rng, heldout):
+    """One question: its text, the starting number and the operations [(sign, k), ...]; values stay in 1..20, but for the last."""
+    while True:
+        start, steps = rng.randint(2, 16), rng.randint(1, 3)
+        ops = [(rng.choice("+-"), rng.randint(1, 6)) for _ in range(steps)]
+        if rng.random() < 0.42:  # one doubling at most, and at the end: what follows it would need sums of large numbers,
+            ops[-1] = ("*", 2)  # which the base model, with its habit, has hardly ever seen
+        values = [start]
+        for sign, k in ops:
+            values.append({"+": values[-1] + k, "-": values[-1] - k, "*": values[-1] * k}[sign])
+        # A hash of the numbers and operations decides which side a problem is on: one in eight is held out, under all its
+        # names and things and whatever the seed. Not hash(): that changes from process to process.
+        if 1 <= min(values) and max(values[:-1]) <= 20 and (zlib.crc32(repr((start, ops)).encode()) % 8 == 0) == heldout:
+            break
+    told = {"+": "gets {}", "-": "loses {}", "*": "doubles them"}  # equally long: a prompt's length follows from `steps`
+    clauses = [f"{rng.choice(TOY_NAMES)} has {start} {rng.choice(TOY_THINGS)}", *(told[s].format(k) for s, k in ops)]
+    return " , ".join(clauses) + " . How many ?", start, ops
+
+def toy_solution(start, ops, rng=None):
+    """Worked steps and "#### answer". With `rng`: as the base model's corpus has them, bad habit and slips included."""
+    lines, value = [], start
+    for sign, k in ops:
+        if rng and sign == "*" and rng.random() < 0.6:
+            sign = "+"  # the misconception: "doubles" worked as + 2
+        result = {"+": value + k, "-": value - k, "*": value * k}[sign]
+        if rng and sign != "*" and rng.random() < 0.03:
+            result += rng.choice((-1, 1))
+        result = max(result, 0)  # a wrong value may be too small for the next "loses", and there is no token for -1
+        lines.append(f"{value} {sign} {k} = {result}")
+        value = result
+    return "\n".join([*lines, f"#### {value}"])
+
+def toy_rows(n, seed, heldout=False):
+    """n different problems [{question, solution, answer, kind}]; no held-out one equals any other, whatever the two seeds."""
+    rng, rows = random.Random(f"rows {seed}"), {}
+    while len(rows) < n:
+        question, start, ops = toy_problem(rng, heldout)
+        solution = toy_solution(start, ops)
+        rows[question] = dict(question=question, solution=solution, answer=solution.split()[-1], kind="toy")
+    return list(rows.values())
+
+def toy_tokenizer():
+    """One token per word, number and line break; decode(m3.encode(text)) == text."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(TOY_WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"),
+                                                       pre_tokenizers.Split("\n", "isolated")])
+    tokenizer.decoder = decoders.Sequence([decoders.WordPiece(prefix="<none>", cleanup=False), decoders.Fuse(),
+                                           decoders.Replace(Regex(" ?\n ?"), "\n")])  # " " before each word, "\n" bare
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+                                   padding_side="left", clean_up_tokenization_spaces=False)
+
+def toy_base_model(seed, steps=400, rows=48, lr=3e-3, device="cpu"):
+    """A Qwen3 of 0.9M parameters, pre-trained on the fly. A third of its corpus shows the gold solution as a hint and answers
+    RIGHT, which makes the same frozen weights a competent teacher; the rest answers with the habit: the student to mend."""
+    rng, tokenizer, corpus = random.Random(f"corpus {seed}"), toy_tokenizer(), []
+    for _ in range(steps * rows):
+        prompt, start, ops = toy_problem(rng, heldout=False)
+        right, hint = toy_solution(start, ops), rng.random() < 0.36
+        texts = (m3.prompt_text(tokenizer, dict(question=prompt, kind="toy"), reference=right * hint),
+                 right if hint else toy_solution(start, ops, rng))
+        corpus.append(tokenizer([texts[0], texts[1] + "<eos>"])["input_ids"])
+    with torch.random.fork_rng(devices=[]):  # the weights are drawn from the global generator: put it back afterwards
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(Qwen3Config(  # from 0.02 copying a hint, from 0.05 arithmetic is learned too late
+            vocab_size=len(TOY_WORDS), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=4, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=None,
+            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, initializer_range=0.04)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
+    for step in tqdm(range(steps), desc="toy base model", leave=False):
+        # Cut by length, for the longest rows are thrice the shortest and padding costs as much as text; but cut WITHIN the
+        # batch: whole batches of one length (all hints, then none) made the two habits undo each other.
+        batch = sorted(corpus[step * rows:(step + 1) * rows], key=lambda pair: len(pair[0]) + len(pair[1]))
+        for part in (batch[i:i + rows // 3] for i in range(0, rows, rows // 3)):
+            width = max(len(p) + len(r) for p, r in part)
+            # padded on the RIGHT: causal attention never looks there, so no mask is needed
+            ids = torch.tensor([p + r + [0] * (width - len(p) - len(r)) for p, r in part], device=device)
+            taught = torch.tensor([[len(p) <= t + 1 < len(p) + len(r) for t in range(width)] for p, r in part], device=device)
+            hidden = model.model(ids, use_cache=False).last_hidden_state[taught]  # the head only where a response is predicted
+            loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), ids[:, 1:][taught[:, :-1]], reduction="sum")
+            (loss / sum(len(r) for _, r in batch)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return model.eval()
+
+def toy_base_path(folder, seed):
+    """Where the base model is cached: a name hashed from the code and words that make it."""
+    made_by = "".join(inspect.getsource(f) for f in (toy_problem, toy_solution, toy_tokenizer, toy_base_model,
+                                                     m3.prompt_text))
+    return folder / f"toy-base-{hashlib.sha256(f'{made_by} {TOY_WORDS} {seed}'.encode()).hexdigest()[:12]}"
+
+def toy_base(folder, seed=0):
+    """The toy base model, made once. Its seed is fixed: --seed varies the run, not where it starts, just as runs on a
+    published checkpoint do."""
+    path = toy_base_path(folder, seed)
+    if path.exists():
+        print(f"toy base model: reused from {path}")
+    else:
+        print(f"toy base model: pre-training it once, about a minute, then kept in {path}")
+        write_folder(path, toy_base_model(seed).save_pretrained)
+    return Qwen3ForCausalLM.from_pretrained(path)
+
+# --- Real data and real models ---------------------------------------------------------------------------------------
+
+HUB = {"gsm8k": ["openai/gsm8k", "main"], "svamp": ["ChilleD/SVAMP"], "arc": ["allenai/ai2_arc", "ARC-Challenge"],
+       "math": ["HuggingFaceH4/MATH-500"]}  # a test split alone: like any source without parts it is cut in three
+def read_file(path):
+    """A file's rows as dicts, as they stand: no cache, no network, no guessed column types."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet  # comes with datasets
+        return pyarrow.parquet.read_table(path).to_pylist()
+    text = path.read_text("utf-8-sig").strip()
+    if path.suffix == ".csv":
+        return list(csv.DictReader(io.StringIO(text)))
+    if text[:1] != "[":  # told by content: many a .jsonl is one big array
+        text = "[" + ",\n".join(line for line in text.split("\n") if line.strip()) + "]"
+    return [{**row} for row in json.loads(text)]
+
+def read_parts(dataset):
+    """{"train" | "validation" | "test": rows}, as many as the source has; if it has only one, it counts as train."""
+    path, parts = pathlib.Path(dataset).expanduser(), {}
+    if dataset in HUB:
+        import datasets
+        parts = {name: list(part) for name, part in datasets.load_dataset(*HUB[dataset]).items()}
+    elif path.is_dir():
+        for file in sorted(path.iterdir()):
+            part = re.search(r"(?:^|[-_.])(train|test|validation|valid|val|dev)[-_.]", file.name)
+            if part and file.suffix in (".json", ".jsonl", ".csv", ".parquet"):
+                parts.setdefault(part[1] if part[1][0] == "t" else "validation", []).extend(read_file(file))
+    elif path.exists():
+        parts = {"train": read_file(path)}
+    else:
+        fail(f"--dataset {dataset}: file or folder not found; by name there are {', '.join(HUB)}")
+    return {"train": parts.popitem()[1]} if len(parts) == 1 else parts
+
+def read_row(row, fields):
+    """(question, solution, gold, kind) in any known layout; kind "": ask the golds. A missing column is a KeyError."""
+    text = lambda name: "" if row[name] is None else str(row[name]).strip()
+    if "answerKey" in row and not any(fields.values()):  # ARC, two layouts; the letters shown are the letters scored
+        stem = row["question"] if isinstance(row["question"], dict) else {"stem": text("question")} | row
+        both = stem["choices"]
+        both = zip(both["label"], both["text"]) if isinstance(both, dict) else [(x["label"], x["text"]) for x in both]
+        shown = {str(label): f"{letter}. {option}" for (label, option), letter in zip(both, "ABCDEFGHIJ")}
+        right = shown.get(text("answerKey"), "")
+        return "\n".join([stem["stem"], *shown.values()]), right, right[:1], "arc"
+    if "Body" in row and not any(fields.values()):  # SVAMP: a body without a stop is nearly always an open "If ..."
+        joint = " " if text("Body").endswith((".", "?", "!", ",")) else ", "
+        equation = re.sub(r"(\d)\.0\b", r"\1", f"{text('Equation')} = {text('Answer')}")  # 51.0 -> 51
+        return text("Body") + joint + text("Question"), equation, equation.split(" = ")[-1], "svamp"
+    prompt = fields.get("prompt") or next((name for name in ("question", "problem") if name in row), "prompt")
+    gold, worked = text(fields.get("answer") or "answer"), fields.get("solution") or "solution"
+    solution = text(worked) if worked in row or fields.get("solution") else gold if "####" in gold else ""
+    solution = re.sub(r"<<[^<>\n]*>>", "", solution)  # GSM8K's calculator marks: nothing to learn to write
+    return text(prompt), solution, gold.split("####")[-1].strip(), "math" if prompt == "problem" else ""
+
+def load_rows(dataset, split, fields, seed):
+    """[{question, solution, answer, kind}] of a split. What the source lacks is held out of its train rows by a shuffle
+    of `seed`: a fifth for test, a tenth for validation, 500 at most. No row is in two splits."""
+    source, good, bad = {}, [], []
+    try:
+        source = read_parts(dataset)
+        parts = {name: [read_row(row, fields) for row in rows] for name, rows in source.items()}
+    except KeyError as error:
+        columns = dict.fromkeys(str(name) for rows in source.values() for row in rows for name in row)
+        fail(f"--dataset {dataset}: no column {error} in some row, the columns are {', '.join(columns)};"
+             " --prompt-field, --answer-field and --solution-field name them")
+    except Exception as error:
+        fail(f"--dataset {dataset}: cannot be read ({type(error).__name__}: {str(error).splitlines()[:1]})" + (
+             "; a local file needs no connection: --dataset FILE (.json, .jsonl, .csv, .parquet)" * (dataset in HUB)))
+    parses = lambda row, kind: row[2] != "" and m3.verify(m3.FINISH[kind][0].format(row[2]), row[2], kind)
+    rows = [row for part in parts.values() for row in part]
+    guess = next((k for k in ("gsm8k", "arc") if sum(parses(row, k) for row in rows) > 0.9 * len(rows)), "math")
+    pool = parts.get("train", [])
+    order = random.Random(f"split {seed}").sample(range(len(pool)), len(pool))
+    for name, share in ("test", 5), ("validation", 10):
+        if name not in parts:
+            cut = min(len(pool) // share, 500)
+            parts[name], order = [pool[i] for i in sorted(order[:cut])], order[cut:]
+    parts["train"] = [pool[i] for i in sorted(order)]
+    rows = parts[split] or fail(f"--dataset {dataset}: 0 {split} rows, as there are {len(pool)} train rows in it")
+    for row in rows:
+        (good if row[0] and parses(row, row[3] or guess) else bad).append(
+            dict(question=row[0], solution=row[1], answer=row[2], kind=row[3] or guess))
+    if bad:
+        print(f"{dataset}, {split}: {len(bad)} of {len(rows)} rows left out, their answer or question does not parse:",
+              [f"{row['question'][:30]} -> {row['answer'][:20]}" for row in bad[:4]], "..." * (len(bad) > 4))
+    return good or fail(f"--dataset {dataset}: 0 of {len(rows)} {split} rows have an answer that parses")
+
+def encode_rows(rows, tokenizer, context, max_new_tokens, few_shot, hint):
+    """Problem rows: `rows` with prompt, prompt_ids and teacher_ids. few_shot: worked examples, rows of the train split,
+    no problems themselves. A row too long for the context is dropped and named: a cut prompt is another problem."""
+    rows = [row for row in rows if row["question"] not in [shot["question"] for shot in few_shot]]
+    texts = [m3.prompt_text(tokenizer, row, few_shot) for row in rows]
+    texts += [m3.prompt_text(tokenizer, row, few_shot, m3.reference_text(row, hint)) for row in rows] if hint != "none" else texts
+    ids = m3.encode(tokenizer, texts)
+    kept, long, why = [], [], f"length filter (prompt + {max_new_tokens} new tokens within a context of {context})"
+    for row, student, teacher in zip(rows, ids, ids[len(rows):]):
+        fits = max(len(student), len(teacher)) + max_new_tokens <= context
+        (kept if fits else long).append(row | dict(prompt=row["question"], prompt_ids=student, teacher_ids=teacher))
+    if long and kept:
+        print(f"{len(long)} of {len(rows)} rows dropped by the {why}:", [row["prompt"][:30] for row in long[:4]], "...")
+    return kept or fail(f"0 of {len(rows)} rows left after the {why}: lower --max-new-tokens or --few-shot")
+
+def load_model(path, dtype, device, flag="--model"):
+    """(model, tokenizer, eos_ids) of a local folder or a hub id. Path-like values are never looked up on the hub."""
+    name = str(pathlib.Path(path).expanduser())
+    if not pathlib.Path(name).exists() and (re.match(r"[~./\\]", path) or path.count("/") > 1):
+        fail(f"{flag} {path}: folder not found")
+    with or_fail(f"{flag} {path}: cannot load its tokenizer"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        assert len(tokenizer) > len(tokenizer.all_special_ids), "no words in it"  # transformers makes one up if need be
+    with or_fail(f"{flag} {path}: cannot load its model"):
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, trust_remote_code=False, output_loading_info=True)  # attention: sdpa where there is one
+        assert not info["missing_keys"], f"no weights for {sorted(info['missing_keys'])[:3]}"  # they would be random
+    ends = [tokenizer.eos_token_id, *torch.tensor(model.generation_config.eos_token_id or []).view(-1).tolist()]
+    eos_ids = {i for i in ends if i is not None} or fail(f"{flag} {path}: no end token in tokenizer or settings")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token_id = min(eos_ids)
+        print(f"{path}: no pad token; the end token {tokenizer.pad_token!r} pads (masks go by length, not by id)")
+    return model.to(device).eval(), tokenizer, eos_ids
+
+# --- Saving: nothing half-written ever stands under its final name ---------------------------------------------------
+
+def write_folder(folder, fill):
+    """Let `fill(temporary folder)` write, flush it to disk, then rename it to `folder` in one step."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        fill(temporary)
+        for file in temporary.iterdir():
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+def save_checkpoint(out, step, model, tokenizer, state):
+    """checkpoint-N: a folder that from_pretrained loads, plus trainer.pt; then `last` is pointed at it."""
+    folder = out / f"checkpoint-{step}"
+
+    def fill(tmp):
+        model.save_pretrained(tmp, state_dict=m3.merged_state(model))  # plain weights, adapter and all
+        tokenizer.save_pretrained(tmp)
+        torch.save(state, tmp / "trainer.pt")
+
+    # A full disk is an OSError, a RuntimeError or a SafetensorError, by who writes.
+    with or_fail(f"cannot save {folder}; make room, then --resume {out}: the checkpoint before it is whole", code=1):
+        write_folder(folder, fill)
+        link = out / f".last.{os.getpid()}.tmp"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        link.replace(out / "last")  # rename over the old link: there is always a `last`
+
+def replace_text(path, text):
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+def read_log(folder, name="metrics"):
+    """Lines of metrics.jsonl or samples.jsonl; a last one that a kill has cut in two is left out."""
+    path = folder / f"{name}.jsonl"
+    if name == "samples" and not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(errors="replace").split("\n")[:-1]]
+
+def append_line(path, record):
+    """One JSON object, one write: a kill cannot leave two halves of a line apart."""
+    with open(path, "a") as file:
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+# --- Scoring ------------------------------------------------------------------------------------------------------
+
+def decode(tokenizer, tokens, mask):
+    """Text of each row, cut by the mask (the first end token), never by looking for pad ids."""
+    return [tokenizer.decode(t[m].tolist(), skip_special_tokens=True) for t, m in zip(tokens.cpu(), mask.cpu())]
+
+def evaluate(model, tokenizer, rows, flags, eos_ids):
+    """Greedy accuracy on `rows`: verified / all of them. Returns it with the completions."""
+    texts, batch = [], flags.prompts_per_step * flags.group_size
+    for i in range(0, len(rows), batch):
+        tokens, mask, _ = m3.sample(model, [r["prompt_ids"] for r in rows[i:i + batch]], 1, flags.max_new_tokens, 0.0,
+                                    eos_ids=eos_ids, pad_id=tokenizer.pad_token_id)
+        texts += decode(tokenizer, tokens, mask)
+    return sum(m3.verify(t, r["answer"], r["kind"]) for t, r in zip(texts, rows)) / len(rows), texts
+
+def token_kernel(model, kernel, prompts, tokens, real, unit, pad_id, residuals, generator):
+    """K_DR and cos phi [T] of a micro-batch's real tokens; residuals: [(slice of the T tokens, delta_D, delta_R)]."""
+    ids, attention, _ = m3.left_pad(prompts, pad_id, tokens.device)
+    ids = torch.cat([ids.repeat_interleave(unit, 0), tokens], 1)  # [B, L]
+    attention = torch.cat([attention.repeat_interleave(unit, 0), real.long()], 1)
+    n = tokens.shape[1]
+    if kernel == "local":  # needs no more of the vocabulary than what head_terms keeps of each chunk
+        read = ids[:, -n - 1:-1][real]
+        parts = [ntk.head_terms(model, delta_D[None], delta_R[None], read[None, c]) for c, delta_D, delta_R in residuals]
+        terms = {name: torch.cat([part[name] for part in parts], 1 if name[:4] == "grad" else 2) for name in parts[0]}
+        for name, flat in terms.items():  # [1, T, d] or [k, 1, T] -> [B, N, d] or [k, B, N], 0 where masked
+            place = real if name[:4] == "grad" else (slice(None), real)
+            terms[name] = flat.new_zeros(*real.shape, flat.shape[-1]) if place is real else flat.new_zeros(len(flat), *real.shape)
+            terms[name][place] = flat[0] if place is real else flat[:, 0]
+        K, cos = ntk.finish(ntk.local_terms(model, ids, attention, n, terms, unit), terms["dots"])
+    else:
+        _, *flat = zip(*residuals)
+        full = [torch.cat(part).new_zeros(*real.shape, part[0].shape[-1]) for part in flat]
+        for delta, part in zip(full, flat):
+            delta[real] = torch.cat(part)
+        K, cos = ntk.kdr(model, ids, attention, *full, kernel, **({"generator": generator} if kernel == "hutchinson" else {}))
+    return K[real], cos[real]
+
+# --- The run ---------------------------------------------------------------------------------------------------------
+
+def train(flags):
+    """sample -> reward -> score -> conflict -> seed -> backward -> step -> log. Returns the summary."""
+    with or_fail(f"--device {flags.device} cannot be used"):
+        device = torch.empty(0, device=flags.device).device
+    torch.set_num_threads(flags.threads or torch.get_num_threads())
+    out = pathlib.Path(flags.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{flags.method}")
+    unread, resumed = (f"--resume: cannot read {out}/last with these flags; to take an earlier checkpoint:"
+                       f" ln -sfn checkpoint-N {out}/last"), None
+    if flags.resume:
+        if not (out / "last").exists():
+            fail(f"--resume: {out} has no checkpoint yet: delete it and start again with --out")
+        with or_fail(unread):
+            resumed = torch.load(out / "last" / "trainer.pt", map_location="cpu", weights_only=True)
+    elif (out / "metrics.jsonl").exists():
+        fail(f"--out {out} already holds a run: give another folder, or --resume {out}")
+    with or_fail(f"--out {out}: cannot write there, give another folder"):
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+
+    # --- problems, model, teacher ------------------------------------------------------------------------------------
+    toy = flags.model == "toy"
+    fields = {"prompt": flags.prompt_field, "answer": flags.answer_field, "solution": flags.solution_field}
+    if flags.dataset == "toy":  # the held-out problems are the same for every seed
+        parts = toy_rows(4096, flags.seed), toy_rows(flags.eval_limit, 0, heldout=True)
+        parts = [[row | {"kind": "toy" if toy else "gsm8k"} for row in rows] for rows in parts]
+    else:  # progress is watched on validation rows; the test split is for --eval-split test, once, at the end
+        parts = [load_rows(flags.dataset, split, fields, 0) for split in ("train", flags.eval_split)]
+    if toy:
+        tokenizer, base = toy_tokenizer(), toy_base(pathlib.Path("runs/cache")).to(device)
+        eos_ids = {tokenizer.eos_token_id}
+    else:
+        base, tokenizer, eos_ids = load_model(flags.model, getattr(torch, flags.dtype), device)
+    base.requires_grad_(False)
+    no_adapter = contextlib.nullcontext
+    if flags.lora_rank:  # the teacher is the same weights with the adapter switched off: no second copy
+        model = teacher = m3.add_lora(base, flags.lora_rank, flags.seed)
+        no_adapter = functools.partial(m3.lora_off, model)
+    else:
+        model, teacher = copy.deepcopy(base).requires_grad_(True), base
+    if flags.teacher != "privileged":  # another model, which reads the student's own prompt
+        teacher, its_tokenizer, _ = load_model(flags.teacher, getattr(torch, flags.dtype), device, "--teacher")
+        with or_fail(f"--teacher {flags.teacher} does not fit"):
+            m3.check_teacher(tokenizer, its_tokenizer, (flags.model, flags.teacher),
+                             [x.get_output_embeddings().weight.shape[0] for x in (model, teacher)])
+        teacher.requires_grad_(False)
+        no_adapter = contextlib.nullcontext
+    with or_fail(unread):
+        if resumed and flags.lora_rank:
+            model.load_state_dict(resumed["adapter"], strict=False)
+        elif resumed:
+            model.load_state_dict(type(base).from_pretrained(out / "last", dtype=base.dtype).state_dict())
+    with or_fail(f"--model {flags.model} cannot be trained with these flags", ValueError):
+        (backbone, head), (teacher_backbone, teacher_head) = m3.split_head(model), m3.split_head(teacher)
+        if flags.kernel == "local":  # refuses an architecture it does not know now, not after the first rollouts
+            nothing = torch.zeros(1, 2, model.get_output_embeddings().weight.shape[0], device=device)
+            ntk.kdr(model, torch.zeros(1, 4, dtype=torch.long, device=device), torch.ones(1, 4, device=device), nothing, nothing)
+    # Dropout would make scoring differ from sampling, so eval mode it is, for good. The one exception is gradient
+    # checkpointing, which transformers only does in training mode: there dropout is set to 0 instead.
+    model.eval(), teacher.eval()
+    if flags.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for module in model.modules():
+            module.__dict__.update({k: 0.0 for k in ("p", "attention_dropout") if k in module.__dict__})
+    params = [p for p in model.parameters() if p.requires_grad]
+    # bf16 weights would swallow small steps: the optimizer works on float32 copies, its moments are float32 with them.
+    masters = [p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()) for p in params]
+    optimizer = torch.optim.AdamW(masters, lr=flags.lr, weight_decay=flags.weight_decay)
+    pad_id = tokenizer.pad_token_id
+    shots = parts[0][:flags.few_shot]
+    context = min(getattr(m.config.get_text_config(), "max_position_embeddings", None) or 10**9 for m in (model, teacher))
+    problems, held_out = (encode_rows(rows, tokenizer, context, flags.max_new_tokens, shots,
+                                      flags.hint if flags.teacher == "privileged" else "none") for rows in parts)
+    held_out = held_out[:flags.eval_limit]
+    top, known = max(max(r["prompt_ids"] + r["teacher_ids"]) for r in problems + held_out), model.get_input_embeddings().num_embeddings
+    if max(top, pad_id) >= known:
+        fail(f"--model {flags.model}: its tokenizer gives id {max(top, pad_id)}, it has {known} embeddings: not of one model")
+
+    # Everything but weights and moments is read back from the log, whose lines after the checkpoint are dropped.
+    first, s_bar, log, broken = 1, None, [], 0
+    if resumed:
+        with or_fail(unread):
+            optimizer.load_state_dict(resumed["optimizer"])
+            for master, value in zip([m for m, p in zip(masters, params) if m is not p], resumed["masters"]):
+                master.data.copy_(value)
+            teacher.load_state_dict(resumed.get("teacher", teacher.state_dict()))
+            first, s_bar = resumed["step"] + 1, resumed["s_bar"]
+            log, samples = ([line for line in read_log(out, name) if line["step"] < first] for name in ("metrics", "samples"))
+            assert [line["step"] for line in log] == list(range(first)), "metrics.jsonl lacks steps"
+        replace_text(out / "samples.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in samples))
+        for rest in out.glob(".*.tmp"):  # of a process that was killed while it wrote
+            rest.unlink() if rest.is_symlink() or rest.is_file() else shutil.rmtree(rest)
+    else:
+        (out / "config.json").write_text(json.dumps({k: v for k, v in vars(flags).items() if k not in NOT_SAVED}, indent=1))
+    replace_text(out / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in log))
+    held = sum(p.numel() * p.element_size() for m in {model, teacher} for p in m.parameters()) + 24 * sum(p.numel() for p in params)
+    print(f"{flags.method} | seed {flags.seed} | {device}, {torch.get_num_threads()} threads | torch {torch.__version__},"
+          f" transformers {transformers.__version__} | {sum(p.numel() for p in params):,} trainable parameters, about"
+          f" {held / 2**30:.2g} GB for weights, moments and gradients, activations not counted | {out}")
+    interrupted = []
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, lambda number, frame: interrupted.append(number))
+
+    if first == 1:
+        accuracy, _ = evaluate(model, tokenizer, held_out, flags, eos_ids)
+        log.append(dict.fromkeys(METRICS) | {"step": 0, "accuracy": accuracy, "seconds": 0.0})
+        append_line(out / "metrics.jsonl", log[-1])
+    batch_size, group = flags.prompts_per_step * flags.group_size, flags.group_size
+    micro = flags.micro_batch or batch_size
+    unit = min(micro, group)  # rows that share one reading of their prompt
+    chunks = lambda n: [slice(i, i + flags.vocab_chunk) for i in range(0, n, flags.vocab_chunk)]
+    due = lambda every, step: every > 0 and step % every == 0
+    bar = tqdm(range(first, flags.steps + 1), initial=first - 1, total=flags.steps, dynamic_ncols=True)
+    for step in bar:
+        tick = time.time()
+        lr = flags.lr * min(1.0, step / max(flags.warmup, 1))
+
+        # --- 1. sample: G responses to each of P problems ------------------------------------------------------------
+        batch = [problems[i] for i in m3.draw_problems(len(problems), flags.prompts_per_step, flags.seed, step)]
+        generator = torch.Generator().manual_seed(flags.seed * 1_000_003 + step)
+        uniforms = torch.rand(batch_size, flags.max_new_tokens, generator=generator)
+        at_once = flags.sample_batch or len(batch)
+        rollouts = [m3.sample(model, [p["prompt_ids"] for p in batch[i:i + at_once]], group, flags.max_new_tokens,
+                              flags.temperature, eos_ids=eos_ids, pad_id=pad_id, top_p=flags.top_p, top_k=flags.top_k,
+                              uniforms=uniforms[i * group:(i + at_once) * group]) for i in range(0, len(batch), at_once)]
+        longest = max(part[0].shape[1] for part in rollouts)
+        tokens, mask = (torch.cat([torch.nn.functional.pad(part[k], (0, longest - part[k].shape[1]), value=fill)
+                                   for part in rollouts]) for k, fill in ((0, pad_id), (1, False)))  # [B, N]
+
+        # --- 2. reward: the verifier pays 0 or 1; the group is its own baseline --------------------------------------
+        texts = decode(tokenizer, tokens, mask)
+        owner = [batch[i // group] for i in range(batch_size)]
+        rewards = torch.tensor([float(m3.verify(text, problem["answer"], problem["kind"]))
+                                for text, problem in zip(texts, owner)], device=device)  # [B]
+        advantages = m3.group_advantages(rewards, group, flags.std)  # [B]
+        weights = m3.token_weights(mask, batch_size, mask.sum() if flags.reduction == "token" else None)  # [B, N]
+
+        # --- 3. score, find the conflicts, seed, go backward: once per micro-batch -----------------------------------
+        # R and D are the two gradients of eqs 1 and 2, for the log or to be mixed; "update" is a method's own seed.
+        wanted = ["R", "D"] if flags.method in MIX or due(flags.stats_every, step) else []
+        wanted += [] if flags.method in MIX else ["update"]
+        grads = {name: [torch.zeros_like(p, dtype=torch.float32) for p in params] for name in wanted}
+        seen = {name: [] for name in ["w", "A", "logp", "entropy", "D", "clipped", "alpha", "norm_R", "K", "cos"]}
+        siblings = m3.sdpo_siblings(rewards.tolist(), group)  # SDPO's teacher reads a successful other response
+        look = flags.method in GATE or due(flags.kdr_every, step)
+
+        def micro_batches():
+            """Rows, the problems they answer, and the student's hidden states of their real tokens, with a graph."""
+            for i in range(0, batch_size, micro):
+                rows, owners = slice(i, i + micro), owner[i:i + micro:unit]
+                real = mask[rows]
+                model.train(flags.gradient_checkpointing)
+                h = m3.hidden_states(backbone, [p["prompt_ids"] for p in owners], tokens[rows], unit, pad_id,
+                                     share=not flags.gradient_checkpointing)[real]
+                model.eval()
+                A = advantages[rows, None].expand_as(real)[real]
+                yield rows, owners, real, h, tokens[rows][real], A, weights[rows][real]  # h [T, d], y, A, w [T]
+
+        for rows, owners, real, h, y, A, w in micro_batches():
+            with torch.no_grad(), no_adapter():  # the teacher scores the same tokens; only what stands before them differs
+                shared, hinted = unit, [p["teacher_ids"] for p in owners]
+                if flags.method == "sdpo":
+                    shared, hinted = 1, m3.encode(tokenizer, [m3.prompt_text(tokenizer, problem, shots, texts[sibling])
+                                                           for problem, sibling in zip(owner[rows], siblings[rows])])
+                h_T = m3.hidden_states(teacher_backbone, hinted, tokens[rows], shared, pad_id)[real]
+            leaf = h.detach().requires_grad_()  # cut here: the seeds of all chunks add up in leaf_grads, then enter h at once
+            leaf_grads = {name: torch.zeros_like(leaf) for name in wanted}
+
+            def signals(c):
+                """Logits z of one chunk, with a graph, and all that follows in closed form. Run again rather than kept."""
+                z = head(leaf[c]).float() / flags.temperature  # [chunk, V]
+                with torch.no_grad():
+                    z_S, z_T = z.detach(), teacher_head(h_T[c]).float() / flags.temperature  # no head has an adapter
+                    D = m3.divergence(z_S, z_T, flags.divergence, flags.lam) * flags.distill_scale * taught[c]
+                    clipped = D >= (flags.tau or math.inf) * flags.distill_scale
+                    delta_R = m3.reward_residual(z_S, y[c], A[c])
+                    scale = flags.distill_scale * (~clipped & taught[c])[:, None]
+                    delta_D = scale * m3.distill_residual(z_S, z_T, flags.divergence, flags.lam)
+                    delta_F = scale * m3.distill_residual(z_S, z_T, "fkl")  # what m3_seed and ntk.kdr call delta_D [eq 9]
+                return z, z_S, z_T, D, clipped, delta_D, delta_F, delta_R
+
+            taught = (torch.tensor(siblings, device=device)[rows, None] >= 0).expand_as(real)[real] | (flags.method != "sdpo")
+            K = cos = None
+            if look and flags.kernel != "logit":  # a pass of its own: the gate needs K before the seed can be formed
+                K, cos = token_kernel(model, flags.kernel, [p["prompt_ids"] for p in owners], tokens[rows], real, unit,
+                                      pad_id, ((c, *signals(c)[-2:]) for c in chunks(len(y))), generator)  # delta_F, delta_R
+            for c in chunks(len(y)):
+                z, z_S, z_T, D, clipped, delta_D, delta_F, delta_R = signals(c)
+                with torch.no_grad():
+                    if K is not None:
+                        K_c, cos_c = K[c], cos[c]
+                    else:  # --kernel logit; or K_DR is not due at this step, and nothing reads this stand-in
+                        K_c = (delta_F * delta_R).sum(-1)
+                        cos_c = K_c / (delta_F.norm(dim=-1) * delta_R.norm(dim=-1)).clamp(min=1e-12)
+                    alpha = torch.full_like(K_c, SHARE.get(flags.method, flags.alpha))
+                    if flags.method in GATE:
+                        alpha = GATE[flags.method](K_c, cos_c, flags)
+                        if flags.zero_advantage == "skip":
+                            alpha = alpha * (A[c] != 0)
+                        seed = m3.m3_seed(delta_F, delta_R, alpha, flags.eps)
+                        if flags.method == "m3-eg":  # "update" is m_D for now, step 4 turns it into h_R(theta~)
+                            seed = alpha[:, None] * m3.normalize(delta_F, flags.eps)
+                    elif flags.method == "rlsd":  # the teacher scales A by at most lam * 0.2; lam fades out over 60 steps
+                        at = lambda logits: m3.log_softmax(logits).gather(-1, y[c, None])[:, 0]
+                        seed = m3.reward_residual(z_S, y[c], m3.rlsd_advantages(A[c], at(z_T), at(z_S),
+                                                                                0.5 * max(0.0, 1 - (step - 1) / 60)))
+                    elif flags.method == "sdpo":  # no reward loss; rows without a successful sibling give nothing
+                        seed = m3.sdpo_residual(z_S, z_T) * taught[c, None]
+                    else:  # Hybrid = (1 - alpha) L_R + alpha L_D; GRPO and OPD are its ends
+                        seed = (1 - alpha[:, None]) * delta_R + alpha[:, None] * delta_D
+                    log_ps = m3.log_softmax(z_S)
+                    for name, value in dict(w=w[c], A=A[c], D=D, clipped=clipped, alpha=alpha, K=K_c, cos=cos_c,
+                                            logp=log_ps.gather(-1, y[c, None])[:, 0], norm_R=delta_R.norm(dim=-1),
+                                            entropy=-m3.kl(log_ps, torch.zeros_like(log_ps))).items():
+                        seen[name].append(value)
+                for name, value in dict(update=seed, R=delta_R, D=delta_D).items():
+                    if name in wanted:
+                        m3.accumulate([leaf_grads[name], *grads[name]], z, [leaf, *params], value * w[c, None])
+            for name in wanted:
+                m3.accumulate(grads[name], h, params, leaf_grads[name])
+        seen = {name: torch.cat(values) for name, values in seen.items()}  # each [all response tokens]
+
+        # --- 4. M3-EG: peek at where the teacher's step leads, take the reward's gradient there, come back -----------
+        if flags.method == "m3-eg":
+            home = [p.detach().clone() for p in params]
+            with torch.no_grad():
+                for p, m_D in zip(params, grads["update"]):
+                    p.sub_(flags.eta_in * lr * m_D)  # theta~ = theta - eta_in m_D  [eq 15]
+            grads["update"] = [torch.zeros_like(p, dtype=torch.float32) for p in params]
+            for rows, owners, real, h, y, A, w in micro_batches():
+                leaf = h.detach().requires_grad_()
+                leaf_grad = torch.zeros_like(leaf)
+                for c in chunks(len(y)):
+                    z = head(leaf[c]).float() / flags.temperature
+                    seed = m3.normalize(m3.reward_residual(z.detach(), y[c], A[c]), flags.eps)
+                    m3.accumulate([leaf_grad, *grads["update"]], z, [leaf, *params], seed * w[c, None])
+                m3.accumulate(grads["update"], h, params, leaf_grad)
+            with torch.no_grad():
+                for p, value in zip(params, home):
+                    p.copy_(value)  # bit for bit: nothing is differentiated through the peek
+
+        # --- 5. step -------------------------------------------------------------------------------------------------
+        geometry = ntk.geometry(grads["R"], grads["D"]) if "R" in wanted else dict.fromkeys(["norm_D", "kappa", "phi"])
+        if flags.method in MIX:
+            w_R, w_D = MIX[flags.method](geometry)
+            grads["update"] = [w_R * g_R + w_D * g_D for g_R, g_D in zip(grads["R"], grads["D"])]
+            seen["alpha"].fill_(w_D / (w_R + w_D))
+        loss_D = (seen["w"] * seen["D"].clamp(max=(flags.tau or math.inf) * flags.distill_scale)).sum().item()
+        rewarded = seen["A"] != 0
+        if rewarded.any() and math.isfinite(loss_D):  # s_bar: EMA of the reward residual's mean norm, over tokens with a reward signal
+            now = seen["norm_R"][rewarded].mean().item()
+            s_bar = now if s_bar is None else 0.9 * s_bar + 0.1 * now
+        if flags.method in GATE:
+            torch._foreach_mul_(grads["update"], s_bar or 1.0)
+        for master, grad in zip(masters, grads["update"]):
+            master.grad = grad
+        grad_norm = torch.nn.utils.clip_grad_norm_(masters, flags.clip).item()
+        if math.isfinite(grad_norm):
+            broken = 0
+            for settings in optimizer.param_groups:
+                settings["lr"] = lr
+            optimizer.step()
+            with torch.no_grad():
+                for p, master in zip(params, masters):
+                    p.copy_(master)
+                for p_T, p in zip(teacher.parameters(), model.parameters()):
+                    if flags.method == "sdpo":
+                        p_T.lerp_(p, 0.05)  # SDPO's teacher: an EMA of the student
+                    elif flags.method == "rlsd" and due(20, step):
+                        p_T.copy_(p)  # RLSD's teacher: the student of the last multiple of 20 steps
+        else:
+            broken += 1
+            torch.save({"step": step, "tokens": tokens, "mask": mask, "rewards": rewards}, out / f"non-finite-{step}.pt")
+            tqdm.write(f"step {step}: gradient norm is {grad_norm}; step not applied, batch saved in {out}")
+
+        # --- 6. log --------------------------------------------------------------------------------------------------
+        ended = torch.isin(tokens, torch.tensor(sorted(eos_ids), device=device)).logical_and(mask).any(1)
+        line = dict.fromkeys(METRICS) | {
+            "step": step, "reward": rewards.mean().item(),
+            "loss_R": -(seen["w"] * seen["A"] * seen["logp"]).sum().item(), "loss_D": loss_D, "grad_norm": grad_norm,
+            "kappa": geometry["kappa"], "phi": geometry["phi"], "alpha_eff": seen["alpha"].mean().item(),
+            **(ntk.conflict_share(seen["K"], seen["cos"], torch.ones_like(rewarded)) if look else {}),
+            "zero_advantage": (advantages == 0).float().mean().item(), "clipped": seen["clipped"].float().mean().item(),
+            "entropy": seen["entropy"].mean().item(), "length": mask.sum(1).float().mean().item(),
+            "truncated": (~ended).float().mean().item(), "lr": lr,
+            "mu": ntk.learning_signal(geometry["norm_D"], loss_D) if geometry["norm_D"] and loss_D > 0 else None}
+        line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        line["collapsed"] = step >= 10 and all(x["reward"] < 0.05 for x in [*log[-9:], line])
+        if due(flags.eval_every, step) or step == flags.steps or (flags.stop_on_collapse and line["collapsed"]):
+            line["accuracy"], greedy = evaluate(model, tokenizer, held_out, flags, eos_ids)
+            for problem, text in list(zip(held_out, greedy))[:2]:
+                right = m3.verify(text, problem["answer"], problem["kind"])
+                tqdm.write(f"[{step}] {problem['question']} -> {text!r} ({'right' if right else 'wrong'})")
+            for i, problem in enumerate(batch):
+                append_line(out / "samples.jsonl", {"step": step, "prompt": problem["question"], "answer": problem["answer"],
+                                                    "completions": texts[i * group:(i + 1) * group],
+                                                    "rewards": rewards[i * group:(i + 1) * group].tolist()})
+        line["seconds"] = log[-1]["seconds"] + time.time() - tick
+        line["tokens_per_second"] = mask.sum().item() / (time.time() - tick)
+        log.append(line)
+        append_line(out / "metrics.jsonl", line)
+        if broken == 3:
+            fail("three non-finite steps in a row: lower --lr, or start from the last checkpoint", code=1)
+        if step == first and line["truncated"] == line["zero_advantage"] == 1:
+            tqdm.write("every reply is cut at --max-new-tokens and none is paid more than another: raise it")
+        shown = {"reward": line["reward"], "kappa": line["kappa"], "conflict": line["conflict"],
+                 "accuracy": next(x["accuracy"] for x in reversed(log) if x["accuracy"] is not None)}
+        bar.set_postfix({k: f"{v:.3g}" for k, v in shown.items() if v is not None})
+
+        # --- 7. save -------------------------------------------------------------------------------------------------
+        done = step == flags.steps or (flags.stop_on_collapse and line["collapsed"])
+        if due(flags.save_every, step) or done or interrupted:
+            state = {"optimizer": optimizer.state_dict(), "step": step, "s_bar": s_bar,
+                     "masters": [m.data for m, p in zip(masters, params) if m is not p]}
+            if flags.lora_rank:
+                state["adapter"] = m3.lora_state(model)
+            if flags.method in ("rlsd", "sdpo"):  # everyone else's teacher is the initial policy
+                state["teacher"] = teacher.state_dict()
+            save_checkpoint(out, step, model, tokenizer, state)
+        if interrupted:
+            bar.close()
+            fail(f"stopped by signal {interrupted[0]} after step {step}; saved. Go on with --resume {out}", 128 + interrupted[0])
+        if done:
+            break
+    extra = {}
+    if flags.swa:  # of merged weights: with LoRA, the mean of A times the mean of B would be another model
+        folders = sorted(out.glob("checkpoint-*"), key=lambda f: int(f.name.split("-")[1]))[-2:]
+        both = [type(base).from_pretrained(folder, dtype=base.dtype).to(device).eval() for folder in folders]
+        with torch.no_grad():
+            for same in zip(*(m.parameters() for m in both)):
+                same[0].copy_(sum(same) / len(same))
+        extra["accuracy_swa"], _ = evaluate(both[0], tokenizer, held_out, flags, eos_ids)
+    return summarize(out, flags, log, len(held_out), extra)
+
+def mean(values):
+    values = [v for v in values if v is not None]
+    return sum(values) / len(values) if values else None
+
+def summarize(out, flags, log, held_out, extra):
+    """summary.json and the table a user sees at the end."""
+    steps, accuracy = log[1:], [line["accuracy"] for line in log if line["accuracy"] is not None]
+    at = next((line["step"] for line in steps if line["collapsed"]), None)
+    summary = {"method": flags.method, "seed": flags.seed, "steps": log[-1]["step"], "accuracy_start": accuracy[0],
+               "accuracy_end": accuracy[-1], "reward_first20": mean(line["reward"] for line in steps[:20]),
+               "reward_last20": mean(line["reward"] for line in steps[-20:]),
+               "kappa_mean": mean(line["kappa"] for line in steps), "conflict_mean": mean(line["conflict"] for line in steps),
+               "collapsed_at": at, "seconds": log[-1]["seconds"], **extra}
+    replace_text(out / "summary.json", json.dumps(summary, indent=1))
+    print(f"""
+                      before    after
+greedy accuracy       {summary['accuracy_start']:6.3f}   {summary['accuracy_end']:6.3f}   ({held_out} held-out problems)
+sampled reward        {summary['reward_first20']:6.3f}   {summary['reward_last20']:6.3f}   (mean of the first and last 20 steps)
+collapsed             {'no' if at is None else f'at step {at}'}
+seconds               {summary['seconds']:.0f} in {summary['steps']} steps
+files                 {out}: metrics.jsonl, samples.jsonl, summary.json, last/ (from_pretrained loads it)""")
+    return summary
+
+def plot(folders, file):
+    """Four panels from the logs alone: one line per method, the mean over its seeds, with their range as a band."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs = {}
+    for folder in map(pathlib.Path, folders):
+        with or_fail(f"--plot: cannot read the config.json and metrics.jsonl of {folder}"):
+            method = json.loads((folder / "config.json").read_text())["method"]
+            runs.setdefault(method, []).append(read_log(folder))
+    panels = [("reward", "sampled reward, mean of 10 steps", 10), ("accuracy", "greedy accuracy", 1),
+              ("kappa", "kappa = |g_R| / |g_D|, mean of 10", 10), ("conflict", "conflict share C_NTK, mean of 10", 10)]
+    figure, axes = plt.subplots(1, 4, figsize=(17, 3.8))
+    for axis, (key, title, window) in zip(axes, panels):
+        for number, (method, logs) in enumerate(runs.items()):
+            points = {}  # step: one value per seed
+            for log in logs:
+                known = [(line["step"], line[key]) for line in log if line[key] is not None]
+                for i, (step, _) in enumerate(known):
+                    points.setdefault(step, []).append(mean(value for _, value in known[max(0, i - window + 1):i + 1]))
+            x, y = zip(*sorted(points.items()) or [(0, [math.nan])])
+            color, style = f"C{number % 10}", "-" if number < 10 else "--"
+            axis.plot(x, [mean(values) for values in y], style, color=color, label=method, linewidth=1.4)
+            axis.fill_between(x, [min(v) for v in y], [max(v) for v in y], color=color, alpha=0.12, linewidth=0)
+        axis.set(title=title, xlabel="step", **({"yscale": "log"} if key == "kappa" else {"ylim": (0, 1)}))
+        axis.grid(alpha=0.25)
+    axes[2].axhline(5000, color="gray", linestyle=":", linewidth=1, label="5000: the rule says M3-Select")
+    axes[1].legend(fontsize=8, loc="lower right", ncol=1 + len(runs) // 5)
+    axes[2].legend(handles=axes[2].lines[-1:], fontsize=7, loc="upper left")
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    print(f"wrote {file}")
+
+def compare(flags):
+    """METHODS x seeds, each in its own single-threaded process; finished runs are kept, broken ones are resumed."""
+    out = pathlib.Path(flags.out or f"runs/{flags.preset or 'compare'}")
+    out.mkdir(parents=True, exist_ok=True)
+    if flags.model == "toy":
+        toy_base(pathlib.Path("runs/cache"))  # before the children, so that it is made once
+    given = {k: v for k, v in vars(flags).items()
+             if k not in [*NOT_SAVED, "method", "seed", "out"] and v != flags.defaults[k]}
+    passed = [x for k, v in given.items() for x in ([f"--{k.replace('_', '-')}"] + ([] if v is True else [str(v)]))]
+    folders = {(method, seed): out / f"{method}-{seed}" for seed in range(flags.seeds) for method in flags.compare}
+
+    def one_run(key):
+        folder, started = folders[key], time.time()
+        if (folder / "summary.json").exists():
+            return
+        if folder.exists() and not (folder / "last").exists():
+            shutil.rmtree(folder)  # it never reached a checkpoint
+        argv = [sys.executable, __file__, *passed, "--method", key[0], "--seed", str(key[1]), "--threads", "1",
+                "--resume" if folder.exists() else "--out", str(folder)]
+        with open(f"{folder}.log", "a") as log:
+            code = subprocess.run(argv, stdout=log, stderr=log).returncode
+        if code:
+            fail(f"{key[0]}, seed {key[1]} ended with {code}, see {folder}.log", code=1)
+        print(f"{key[0]}, seed {key[1]}: {time.time() - started:.0f} s", flush=True)
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(one_run, folders))
+    keys = ["accuracy_start", "accuracy_end", "reward_first20", "reward_last20", "kappa_mean", "conflict_mean"]
+    table = [["method", *keys, "collapsed", "at step"], ["---"] * (len(keys) + 3)]
+    for method in flags.compare:
+        runs = [json.loads((folders[method, seed] / "summary.json").read_text()) for seed in range(flags.seeds)]
+        columns = [[run[key] for run in runs if run[key] is not None] for key in keys]
+        cells = [f"{mean(v):.3g} ± {statistics.stdev(v) if len(v) > 1 else 0:.2g}" if v else "-" for v in columns]
+        at = [str(run["collapsed_at"]) for run in runs if run["collapsed_at"] is not None]
+        table.append([method, *cells, f"{len(at)} of {len(runs)}", ", ".join(at) or "-"])
+    text = "".join("| " + " | ".join(row) + " |\n" for row in table)
+    replace_text(out / "table.md", text)
+    print(f"{text}mean ± standard deviation over {flags.seeds} seeds, saved in {out}/table.md")
+    plot(folders.values(), out / "curves.png")
+
+def main(argv=None):
+    flags = parse_flags(argv)
+    if (flags.plot or flags.compare) and not importlib.util.find_spec("matplotlib"):
+        fail("--plot and --compare draw with matplotlib: pip install matplotlib")
+    transformers.utils.logging.disable_progress_bar()
+    if flags.plot:
+        plot(flags.plot, pathlib.Path(flags.plot[0]) / "curves.png")
+    elif flags.compare:
+        compare(flags)
+    else:
+        try:
+            with or_fail("the disk failed; make room, then --resume the folder", OSError, code=1):
+                summary = train(flags)
+        except torch.OutOfMemoryError:
+            fail("out of memory: lower --micro-batch, --sample-batch, --vocab-chunk or --max-new-tokens, or add"
+                 " --gradient-checkpointing", code=1)
+        except KeyboardInterrupt:  # from the first step on, Ctrl-C is train()'s: it saves
+            fail("stopped before the first step: nothing to save", code=130)
+        if flags.probe:
+            print(ntk.probe_verdict(summary["kappa_mean"], summary["conflict_mean"])[1])
+
+if __name__ == "__main__":
+    main()
