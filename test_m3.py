@@ -347,11 +347,11 @@ def rewarded(monkeypatch):
 
 @pytest.mark.parametrize("method", train.METHODS)
 def test_every_method_trains_and_does_not_depend_on_the_batch_split(world, method, rewarded):
-    a = run(world, "--method", method, "--out", f"{method}-a")
-    assert [line["step"] for line in a] == [0, 1, 2, 3] and all(set(line) >= set(train.METRICS) - {"seconds", "tokens_per_second"}
+    a = run(world, "--method", method, "--steps", "2", "--out", f"{method}-a")
+    assert [line["step"] for line in a] == [0, 1, 2] and all(set(line) >= set(train.METRICS) - {"seconds", "tokens_per_second"}
                                                                 for line in a)
     assert all(line["grad_norm"] > 0 for line in a[1:])
-    run(world, "--method", method, "--out", f"{method}-b", "--micro-batch", "2", "--vocab-chunk", "5")
+    run(world, "--method", method, "--steps", "2", "--out", f"{method}-b", "--micro-batch", "2", "--vocab-chunk", "5")
     start = train.Qwen3ForCausalLM.from_pretrained(train.toy_base_path(world / "runs/cache", 0)).state_dict()
     one, two = weights(world, f"{method}-a"), weights(world, f"{method}-b")
     moved = max((one[k] - start[k]).abs().max() for k in one)
@@ -717,7 +717,7 @@ def test_real_replies():
 def test_nasty_text(size):
     """0 or 1, no exception, and a second at most, whatever the text or the gold."""
     rng = random.Random(size)
-    for trial in range(20 if size > 5000 else 200):
+    for trial in range(8 if size > 5000 else 100):
         pieces = rng.choices(NASTY, k=rng.choice((1, 1, 2, 4, 40)))
         text = "".join(rng.choices(pieces, k=size))[:size]
         text = rng.choice(("", "#### ", "\\boxed{", "Answer: ", "The total is 6 ")) + text
