@@ -23,12 +23,7 @@ Shapes: P prompts, G responses per prompt, B = P*G rows, N response positions, V
 T = number of real (unmasked) response tokens of a batch, laid out flat. p_S student, p_T teacher, y sampled token.
 """
 
-import contextlib
-import functools
-import inspect
-import math
-import random
-import re
+import contextlib, functools, inspect, math, random, re
 from fractions import Fraction
 
 import torch
@@ -65,6 +60,14 @@ def encode(tokenizer, texts):
     if not tokenizer.chat_template and tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]:
         ids = [[tokenizer.bos_token_id, *x] for x in ids]
     return ids
+
+def encode_rows(tokenizer, rows, shots, hint):
+    """Problems {question, solution, answer, kind} + prompt, prompt_ids, teacher_ids. hint: of the privileged teacher's
+    prompt, see reference_text; "none" gives the teacher the student's. shots: solved problems put in front of each."""
+    reads = lambda reference: encode(tokenizer, [prompt_text(tokenizer, row, shots, reference(row)) for row in rows])
+    ids = reads(lambda row: "")
+    hinted = ids if hint == "none" else reads(lambda row: reference_text(row, hint))
+    return [row | dict(prompt=row["question"], prompt_ids=a, teacher_ids=b) for row, a, b in zip(rows, ids, hinted)]
 
 def check_teacher(tokenizer, teacher_tokenizer, names, widths):
     """The teacher reads the student's ids, logit against logit: same token maps, same widths. names, widths: pairs."""
@@ -172,6 +175,10 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_i
         logits = model(input_ids=y[:, None], attention_mask=attention[:, : width + n + 1], position_ids=positions,
                        use_cache=True, **{kv: cache}).logits[:, -1]
     return tokens[:, : n + 1], mask[:, : n + 1], logprobs[:, : n + 1]
+
+def decode(tokenizer, tokens, mask):
+    """Text of each row, cut by the mask (the first end token), never by looking for pad ids."""
+    return [tokenizer.decode(t[m].tolist(), skip_special_tokens=True) for t, m in zip(tokens.cpu(), mask.cpu())]
 
 # --- 3. Reward -------------------------------------------------------------------------------------------------------
 
@@ -436,8 +443,8 @@ def reward_residual(student_logits, tokens, advantages):
     """
     # Axes are added on the right by hand: with B == N, plain broadcasting would weigh columns instead of rows.
     a = advantages.reshape(advantages.shape + (1,) * (student_logits.dim() - advantages.dim()))
-    y = F.one_hot(tokens, student_logits.shape[-1]).to(student_logits.dtype)
-    return -a * (y - log_softmax(student_logits).exp())
+    p_s, y = log_softmax(student_logits).exp(), tokens[..., None]
+    return a * p_s.scatter_add(-1, y, torch.full_like(y, -1, dtype=p_s.dtype))  # no one-hot: it would be a third [.., V]
 
 def log_softmax(logits):
     """In float32 at least: bf16 log-probabilities are off by up to 0.1 per token."""
@@ -516,6 +523,11 @@ def rlsd_advantages(advantages, logp_T, logp_S, lam, clip=0.2):
     """
     w = (advantages.sign() * (logp_T - logp_S)).exp()
     return advantages * ((1 - lam) + lam * w.clamp(1 - clip, 1 + clip))
+
+def rlsd_residual(student_logits, teacher_logits, tokens, advantages, lam):
+    """The reward residual of these advantages. logits [T, V], tokens and advantages [T] -> [T, V]."""
+    at = lambda logits: log_softmax(logits).gather(-1, tokens[..., None])[..., 0]
+    return reward_residual(student_logits, tokens, rlsd_advantages(advantages, at(teacher_logits), at(student_logits), lam))
 
 def sdpo_siblings(rewards, group_size):
     """SDPO: for each row the first OTHER row of its group with reward 1, or -1. rewards [B] -> list of B ints."""

@@ -6,9 +6,11 @@ by hand, an identity from the paper, or an invariance.
 """
 
 import ast
+import contextlib
 import copy
 import csv
 import html
+import io
 import json
 import math
 import os
@@ -307,7 +309,8 @@ def world(tmp_path_factory):
     with torch.no_grad():  # random logits near 0 would make every method's step alike
         for p in model.parameters():
             p.mul_(2)
-    model.save_pretrained(train.toy_base_path(folder / "runs/cache", 0))
+    model.save_pretrained(folder / train.toy_path())
+    train.toy_tokenizer().save_pretrained(folder / train.toy_path())
     return folder
 
 
@@ -352,7 +355,7 @@ def test_every_method_trains_and_does_not_depend_on_the_batch_split(world, metho
                                                                 for line in a)
     assert all(line["grad_norm"] > 0 for line in a[1:])
     run(world, "--method", method, "--steps", "2", "--out", f"{method}-b", "--micro-batch", "2", "--vocab-chunk", "5")
-    start = train.Qwen3ForCausalLM.from_pretrained(train.toy_base_path(world / "runs/cache", 0)).state_dict()
+    start = train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).state_dict()
     one, two = weights(world, f"{method}-a"), weights(world, f"{method}-b")
     moved = max((one[k] - start[k]).abs().max() for k in one)
     # AdamW's first steps are signs of gradients: where a gradient is about 0, rounding alone may turn one
@@ -391,7 +394,7 @@ def test_resume_is_bit_for_bit(world, rewarded):
 def test_eg_takes_its_peek_back(world, rewarded):
     """With a vanishing --lr the outer step is nothing, so weights that moved would be the inner step, not undone."""
     run(world, "--method", "m3-eg", "--lr", "1e-14", "--out", "eg0", "--eta-in", "1e14")
-    start = train.Qwen3ForCausalLM.from_pretrained(train.toy_base_path(world / "runs/cache", 0)).state_dict()
+    start = train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).state_dict()
     assert all((v - start[k]).abs().max() < 1e-13 for k, v in weights(world, "eg0").items())
     run(world, "--method", "m3-eg", "--out", "eg1", "--eta-in", "0")
     run(world, "--method", "m3-eg", "--out", "eg2", "--eta-in", "1e4")
@@ -555,7 +558,7 @@ def test_sdpo_without_a_sibling_does_nothing(world, monkeypatch):
     monkeypatch.setattr(m3, "verify", lambda text, gold, kind: 0)
     lines = run(world, "--method", "sdpo", "--out", "sdpo-none")
     assert all(line["grad_norm"] == 0 and line["loss_D"] == 0 for line in lines[1:])  # nothing to compare with, so no loss
-    start = train.Qwen3ForCausalLM.from_pretrained(train.toy_base_path(world / "runs/cache", 0)).state_dict()
+    start = train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).state_dict()
     assert all(torch.equal(v, start[k]) for k, v in weights(world, "sdpo-none").items())
 
 
@@ -795,6 +798,12 @@ def tiny_model(kind, **kw):
                          gemma2=(Gemma2Config, Gemma2ForCausalLM), cohere=(CohereConfig, CohereForCausalLM),
                          granite=(GraniteConfig, GraniteForCausalLM))[kind]
     return model(config(**common)).eval()
+
+
+@pytest.fixture(autouse=True)
+def fresh_files(monkeypatch):
+    """A run reads its data set once and keeps it; tests write another one under the same name."""
+    monkeypatch.setattr(train, "read_parts", train.read_parts.__wrapped__)
 
 
 def write(path, rows):
@@ -1218,29 +1227,18 @@ def close(got, want, tol=1e-9):
         assert torch.isfinite(x).all() and (x - y).abs().max() <= tol * y.abs().max(), (x, y)
 
 
-def cut(own):
-    """The cut attention, the obvious way: detached keys and values, a position's own put back."""
-    def attend(module, q, k, v, attention_mask, scaling=None, **kwargs):
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        scores = q @ k.detach().mT * scaling + attention_mask
-        if own:
-            scores = scores + torch.diag_embed((q * (k - k.detach())).sum(-1)) * scaling
-        p = scores.softmax(-1)
-        out = p @ v.detach()
-        if own:
-            out = out + p.diagonal(0, -2, -1)[..., None] * (v - v.detach())
-        return out.transpose(1, 2), None
-    return attend
+def cut_attention(module, q, k, v, attention_mask, scaling=None, **kwargs):
+    """The cut attention, the obvious way: detached keys and values."""
+    k, v = (x.detach().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return ((q @ k.mT * scaling + attention_mask).softmax(-1) @ v).transpose(1, 2), None
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cut_attentions():
-    for own in (True, False):
-        AttentionInterface.register(f"cut_{own}", cut(own))
-        AttentionMaskInterface.register(f"cut_{own}", eager_mask)
+    AttentionInterface.register("cut_plainly", cut_attention)
+    AttentionMaskInterface.register("cut_plainly", eager_mask)
     yield
-    for own in (True, False):
-        AttentionInterface._global_mapping.pop(f"cut_{own}"), AttentionMaskInterface._global_mapping.pop(f"cut_{own}")
+    AttentionInterface._global_mapping.pop("cut_plainly"), AttentionMaskInterface._global_mapping.pop("cut_plainly")
 
 
 class Linear2(nn.Module):
@@ -1320,13 +1318,12 @@ def test_hutchinson():
 
 
 # ---------------------------------------------------------------------------------------------- the local kernel
-@pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", [*CONFIGS, "gpt2"])
-def test_local_is_exact_under_the_same_cut(kind, tied, own):
+def test_local_is_exact_under_the_same_cut(kind, tied):
     model, data = small(kind, tied), rows_of()
-    got, grouped = (ntk.kdr(model, *data, "local", own=own, group_size=G) for G in (1, 2))
-    model.set_attn_implementation(f"cut_{own}")
+    got, grouped = (ntk.kdr(model, *data, "local", group_size=G) for G in (1, 2))
+    model.set_attn_implementation("cut_plainly")
     close(got, ntk.kdr(model, *data, "exact"))
     close(grouped, got)
 
@@ -1348,13 +1345,15 @@ def test_local_counts_what_is_trained(change):
         K = ntk.local_terms(model, ids, mask, 5, terms, group_size=2)[0]
         return close([K], ntk.kdr(model, *data, "local")[:1])
     got = ntk.kdr(model, *data, "local")
-    model.set_attn_implementation("cut_True")
+    model.set_attn_implementation("cut_plainly")
     close(got, loop(model, *data))
 
 
-def test_own_path_is_exact_where_nothing_else_is_read():
+def test_local_is_exact_where_nothing_is_left_out():
     model, (ids, mask, D, R) = small("mistral"), rows_of(prompt=1, group=4)
-    model.config.sliding_window = 1     # attention to oneself alone: the local kernel leaves nothing out
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()  # what keys and values do no longer reaches the logits
     close(ntk.kdr(model, ids, mask, D, R, "local"), loop(model, ids, mask, D, R))
 
 
@@ -1543,9 +1542,127 @@ def test_diagnostics():
     assert "lm_head.weight" not in sizes and ntk.parameter_change(model, start) == pytest.approx(want, rel=1e-5)
 
 
+# --- the [VLS] diagnostics: occupancy, teachers -----------------------------------------------------------------------------------
+
+
+def test_occupancy_is_unbiased_and_gives_the_decay_of_the_loss():
+    """A tabular policy of two tokens: the first, y1, decides which row of a table the second is drawn from. There the gradient of
+    the expected loss is g + h in closed form: g holds responses fixed, h moves the visits to the rows."""
+    torch.manual_seed(0)
+    theta = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)  # row 0: first token; row 1 + y1: second token
+    teacher = torch.randn(4, 3, dtype=torch.float64).log_softmax(-1)
+    D = lambda t: (t.softmax(-1) * (t.log_softmax(-1) - teacher)).sum(-1)  # KL(p_S||p_T) of each row
+    grad = lambda value: torch.autograd.grad(value, theta, retain_graph=True)[0].flatten()
+    pi = theta[0].softmax(-1)
+    each = [(D(theta)[0] + D(theta)[1 + y]) / 2 for y in range(3)]  # loss of a response that begins with y
+    g = grad(sum(p.item() * loss for p, loss in zip(pi, each)))
+    h = grad(sum(p * loss.item() for p, loss in zip(pi, each)))
+    loss = lambda t: (D(t)[0] + (t[0].softmax(-1) * D(t)[1:]).sum()) / 2
+    torch.testing.assert_close(g + h, grad(loss(theta)))
+    # draws of two folds of two responses each, as the training loop cuts them
+    kinds = [(y1, y2) for y1 in range(3) for y2 in range(3)]
+    score = torch.stack([grad(theta[0].log_softmax(-1)[y1] + theta[1 + y1].log_softmax(-1)[y2]) for y1, y2 in kinds])
+    pull, cost = torch.stack([grad(each[y1]) for y1, _ in kinds]), torch.tensor([each[y1].item() for y1, _ in kinds])
+    p = torch.tensor([(pi[y1] * theta[1 + y1].softmax(-1)[y2]).item() for y1, y2 in kinds])
+    found = []
+    for draw in torch.multinomial(p, 4 * 4000, replacement=True).view(4000, 2, 2):
+        L = cost[draw].double()
+        hs = [((L[k] - L[1 - k].mean())[:, None] * score[draw[k]]).mean(0) for k in (0, 1)]
+        got = ntk.occupancy(pull[draw[0]].mean(0), pull[draw[1]].mean(0), *hs)
+        found.append([got["g2"], got["X"]])
+    found = torch.tensor(found, dtype=torch.float64)
+    error = found.std(0) / 4000 ** 0.5
+    want = torch.stack([g @ g, h @ g]).detach()
+    assert ((found.mean(0) - want).abs() < 4 * error).all() and (want.abs() > 8 * error).all(), (found.mean(0), want, error)
+    # d/dt identity: along plain gradient flow of g alone, dL/dt = -2 gamma L with gamma = mu (1 + alpha)
+    mu, alpha, eta = ntk.learning_signal(g.norm().item(), loss(theta).item()), (h @ g / (g @ g)).item(), 1e-5
+    ahead, behind = (loss((theta - s * eta * g.view(4, 3)).detach()).item() for s in (1, -1))
+    assert (ahead - behind) / (2 * eta) == pytest.approx(-2 * mu * (1 + alpha) * loss(theta).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("extra", [[], ["--micro-batch", "2", "--vocab-chunk", "7"]])
+def test_occupancy_of_the_loop_is_plain_autograd(world, rewarded, monkeypatch, extra):
+    """g and h of both folds, one response at a time, through the whole model and its loss by autograd."""
+    caught, drawn, sample, occupancy = [], [], m3.sample, ntk.occupancy
+    monkeypatch.setattr(ntk, "occupancy", lambda *grads: caught.extend(grads) or occupancy(*grads))
+    monkeypatch.setattr(m3, "sample", lambda model, prompts, G, *a, **kw: drawn.append(
+        (prompts, *sample(model, prompts, G, *a, **kw))) or drawn[-1][1:])
+    line = run(world, "--method", "opd", "--divergence", "rkl-topk", "--occupancy-every", "1", "--steps", "1", "--out",
+               f"occupied{len(extra)}", *extra)[1]
+    prompts, tokens, mask, _ = drawn[1]  # 0 is the evaluation before the first step
+    tok, model = train.toy_tokenizer(), train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).eval().double()
+    params, P, G = list(model.parameters()), 4, 4
+    rows = train.encode_rows(train.toy_rows(4096, 0), tok, 256, 8, [], "solution")
+    hinted = {tuple(row["prompt_ids"]): row["teacher_ids"] for row in rows}
+    L, pull, score = [], [], []
+    for b in range(P * G):
+        y = tokens[b][mask[b]].tolist()
+        read = lambda prompt: model(torch.tensor([prompt + y])).logits[0, len(prompt) - 1:-1]
+        z = read(prompts[b // G])
+        with torch.no_grad():
+            z_T = read(hinted[tuple(prompts[b // G])])
+        L.append(m3.divergence(z, z_T, "rkl-topk").mean())
+        logp = z.log_softmax(-1).gather(-1, torch.tensor(y)[:, None]).sum()
+        for out, value in (pull, L[-1]), (score, logp):
+            out.append(torch.autograd.grad(value, params, retain_graph=True))
+    for k in (0, 1):
+        fold, other = [[b for b in range(P * G) if b % G % 2 == x] for x in (k, 1 - k)]
+        baseline = lambda b: sum(L[c].item() for c in other if c // G == b // G) / (G // 2)
+        for i, p in enumerate(params):
+            g = sum(pull[b][i] for b in fold) / len(fold)
+            h = sum((L[b].item() - baseline(b)) * score[b][i] for b in fold) / len(fold)
+            for got, want in ((caught[k][i], g), (caught[2 + k][i], h)):
+                torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=2e-5 * max(1, want.abs().max().item()))
+    assert line["occupancy_g2"] == pytest.approx(occupancy(*caught)["g2"]) and line["occupancy_X"] != 0
+
+
+def test_stall_by_hand():
+    start, end = small(), small()
+    ids, mask, positions = m3.left_pad([[3, 4, 5], [6, 7], [8, 9, 10, 11], [4]], 0)
+    same = ntk.stall(start, end, ids, mask, positions, [2.0, 0.5, 1.0])
+    assert same["d_par"] == 0 and same["cka"] == [pytest.approx(1)] * 2 and same["cka_min"] == pytest.approx(1)
+    assert same["loss_reduction_max"] == 0.75 and same["loss_reduction_final"] == 0.5
+    assert same["gamma"] == pytest.approx(math.log(2) / 4)
+    with torch.no_grad():
+        end.model.layers[1].mlp.down_proj.weight += 0.3
+    moved = ntk.stall(start, end, ids, mask, positions, [2.0, -1.0])
+    assert moved["cka"][0] == pytest.approx(1) and moved["cka_min"] == moved["cka"][1] < 0.999 and moved["d_par"] > 0
+    assert moved["loss_reduction_max"] == 1.5 and moved["gamma"] is None  # a top-k loss may fall below 0: reported raw
+    shorter = ntk.stall(start, end, *m3.left_pad([[3, 4, 5], [6, 7], [8, 9, 10, 11], [4]], 0, None), [1.0])
+    assert shorter["cka"] == pytest.approx(moved["cka"]) and shorter["loss_reduction_final"] == 0
+
+
+def test_a_second_style_of_solution():
+    ops = [("+", 3), ("-", 5), ("*", 2)]
+    assert train.toy_solution(12, ops) == "12 + 3 = 15\n15 - 5 = 10\n10 * 2 = 20\n#### 20"
+    assert train.toy_solution(12, ops, swapped=True) == "3 + 12 = 15\n15 - 5 = 10\n10 + 10 = 20\n#### 20"
+
+
+def test_teachers_are_made_once_and_compared(world, monkeypatch, capsys):
+    for kind in train.TOY_TEACHERS:  # planted: only what is done with them is tested here
+        if not (world / train.toy_path(kind)).exists():
+            shutil.copytree(world / train.toy_path(), world / train.toy_path(kind))
+    argv = "--compare-teachers --seeds 1 --divergence rkl-topk --steps 2 --stats-every 1 --out teachers".split()
+    run(world, *argv, read=False)
+    table = (world / "teachers" / "table.md").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in table[2:]] == ["| privileged", "| self-rl", "| larger"]
+    assert "loss_reduction_final | gamma | d_par | cka_min" in table[0] and (world / "teachers/curves.png").stat().st_size > 10_000
+    runs = {kind: json.loads((world / "teachers" / f"{kind}-0" / "summary.json").read_text()) for kind in ("privileged", "larger")}
+    assert 0 < runs["larger"]["d_par"] < 0.1 and 0.9 < runs["larger"]["cka_min"] <= 1 and len(runs["larger"]["cka"]) == 4
+    first = {kind: records(world / "teachers" / f"{kind}-0")[1] for kind in ("privileged", "larger")}
+    assert abs(first["larger"]["loss_D"]) < 1e-6 < first["privileged"]["loss_D"]  # planted: the student itself, without a hint
+    monkeypatch.setattr(train, "SELF_RL", " ".join(FAST) + " --method grpo --steps 1")
+    monkeypatch.chdir(world)
+    made = train.toy_model("self-rl")
+    assert "training it once" in capsys.readouterr().out
+    model, tok, ends = train.load_model(made, torch.float32, "cpu")
+    assert ends == {1} and m3.encode(tok, ["Ann has 3 pens ."]) == m3.encode(train.toy_tokenizer(), ["Ann has 3 pens ."])
+    assert train.toy_model("self-rl") == made and "training" not in capsys.readouterr().out
+
+
 # --- python ntk.py ------------------------------------------------------------------------------------------------------------------
 
-NTK_FAST = "--prompts 2 --group-size 2 --max-new-tokens 5 --rows-exact 2".split()
+NTK_FAST = "--prompts-per-step 2 --group-size 2 --max-new-tokens 5 --rows-exact 2 --threads 1".split()
 
 
 def test_ntk_main(world, monkeypatch, capsys):
@@ -1560,7 +1677,7 @@ def test_ntk_main(world, monkeypatch, capsys):
         assert part in text
     table = {line[:26].strip(): line[26:].split() for line in text.splitlines()}
     assert table["exact"][:3] == ["1.000"] * 3
-    for name in ("logit", "local", "local, own=False", *(f"hutchinson, P={P}" for P in (1, 4, 16))):
+    for name in ("logit", "local", *(f"hutchinson, P={P}" for P in (1, 4, 16))):
         sign, corr = map(float, table[name][:2])
         assert 0 <= sign <= 1 and -1 <= corr <= 1
     counts = [int(table[f"{name}, A {sign} 0"][0]) for name in ("conflict", "compatible") for sign in ("<", ">", "!=")]
@@ -1594,8 +1711,8 @@ def test_heat_map_escapes_and_wraps(tmp_path):
 
 
 @pytest.mark.parametrize("argv, word", [
-    (["--no-such-flag"], "--no-such-flag"), (["--prompts", "0"], "--prompts"), (["--group-size", "1"], "--group-size"),
-    (["--lr", "x"], "--lr"), (["--lr", "-1"], "--lr"), (["--rows-exact", "0"], "--rows-exact"),
+    (["--no-such-flag"], "--no-such-flag"), (["--prompts-per-step", "0"], "--prompts-per-step"), (["--group-size", "1"], "--group-size"),
+    (["--lr", "x"], "--lr"), (["--length", "-1"], "--length"), (["--rows-exact", "0"], "--rows-exact"),
     (["--dataset", "gsm8k"], "--dataset"), (["--model", "./nowhere"], "--model"), (["--checkpoint", "./nowhere"], "nowhere")])
 def test_ntk_main_mistakes(world, monkeypatch, capsys, argv, word):
     monkeypatch.chdir(world)
@@ -1663,8 +1780,8 @@ def test_what_stands_behind_the_end_token_is_not_scored():  # Ha32
     tok = train.toy_tokenizer()
     ids = torch.tensor([tok("#### 8 <eos> #### 9")["input_ids"]])
     mask = torch.tensor([[1, 1, 1, 0, 0]]).bool()  # as m3.sample makes it: the first end token is in, all after it out
-    assert train.decode(tok, ids, mask) == ["#### 8"]
-    assert [m3.verify(*train.decode(tok, ids, mask), gold, "toy") for gold in "89"] == [1, 0]
+    assert m3.decode(tok, ids, mask) == ["#### 8"]
+    assert [m3.verify(*m3.decode(tok, ids, mask), gold, "toy") for gold in "89"] == [1, 0]
 
 
 def test_handed_reductions():
@@ -1751,7 +1868,7 @@ def test_training_and_evaluation_use_one_verifier(world, monkeypatch):  # Ha19; 
     lines = run(world, "--method", "grpo", "--out", "paid", "--steps", "2")
     assert all(x["reward"] == x["zero_advantage"] == 1 and x["grad_norm"] == x["kappa"] == x["phi"] == 0 for x in lines[1:])
     assert lines[2]["accuracy"] == 1
-    start = train.Qwen3ForCausalLM.from_pretrained(train.toy_base_path(world / "runs/cache", 0)).state_dict()
+    start = train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).state_dict()
     assert all(torch.equal(v, start[k]) for k, v in weights(world, "paid").items())
 
 
@@ -1797,7 +1914,7 @@ def test_a_logged_loss_is_not_the_gradient(world, rewarded):  # Hb25
 
 def test_the_text_of_a_reply_is_not_trained_on(world, monkeypatch):  # Hb24
     run(world, "--method", "opd", "--out", "text")
-    monkeypatch.setattr(train, "decode", lambda tokenizer, tokens, mask: ["12"] * len(tokens))
+    monkeypatch.setattr(m3, "decode", lambda tokenizer, tokens, mask: ["12"] * len(tokens))
     run(world, "--method", "opd", "--out", "no-text")
     one, two = weights(world, "text"), weights(world, "no-text")
     assert all(torch.equal(one[k], two[k]) for k in one)
@@ -1828,7 +1945,7 @@ def test_the_teacher_stays_where_it_was(world, rewarded, monkeypatch):  # Hc15
     models = []
     monkeypatch.setattr(m3, "split_head", lambda model, f=m3.split_head: models.append(model) or f(model))
     run(world, "--method", "m3-eg", "--lr", "1e-2", "--out", "teacher")
-    start = train.Qwen3ForCausalLM.from_pretrained(train.toy_base_path(world / "runs/cache", 0)).state_dict()
+    start = train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).state_dict()
     student, teacher = (m.state_dict() for m in models)
     assert all(torch.equal(v, start[k]) for k, v in teacher.items()) and not torch.equal(student["lm_head.weight"], start["lm_head.weight"])
     assert not any(p.requires_grad for p in models[1].parameters())
@@ -1871,7 +1988,8 @@ def one_line(capsys, *words):
     (f"--seed {10**30}", "--seed"), ("--seed -1", "--seed"), ("--beta nan", "--beta"), ("--lr inf", "--lr"), ("--lr nan", "--lr"),
     ("--eps inf", "--eps"), ("--eta-in nan", "--eta-in"), ("--weight-decay nan", "--weight-decay"), ("--lr 1e30", "--lr"),
     ("--out file/run", "file/run"), ("--out file", "cannot write"), ("--resume unsaved", "delete it"), ("--plot unlogged", "unlogged"),
-    ("--teacher ./none --model model-llama", "--teacher ./none"), ("--model other --kernel logit", "embeddings"), ("", "WORLD_SIZE")])
+    ("--teacher ./none --model model-llama", "--teacher ./none"), ("--model other --kernel logit", "embeddings"), ("--prompts-per-step 3", "--prompts-per-step"),
+    ("--compare grpo", "torchrun"), ("--teacher larger --model model-llama", "toy world")])
 def test_mistakes_of_machine_and_number(world, capsys, monkeypatch, argv, word):  # He11, Hd08 ...
     (world / "file").write_text("a file, not a folder")
     real_world(world, "llama", "model-llama")
@@ -1880,8 +1998,7 @@ def test_mistakes_of_machine_and_number(world, capsys, monkeypatch, argv, word):
         transformers.AutoTokenizer.from_pretrained(world / "model-llama").save_pretrained(world / "other")
     for name in ("unsaved", "unlogged"):  # killed before its first checkpoint; no log at all
         (world / name).mkdir(exist_ok=True), (world / name / "config.json").write_text('{"method": "grpo"}')
-    if not argv:
-        monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(train, "WORLD", 2 if word in ("--prompts-per-step", "torchrun") else 1)
     run(world, *argv.split(), code=2)
     one_line(capsys, word)
 
@@ -2000,7 +2117,7 @@ def test_non_finite_steps(world, rewarded, monkeypatch, capsys, method):  # He06
     assert lines[2]["grad_norm"] is lines[2]["loss_D"] is None and all(line["grad_norm"] > 0 for line in lines[1:2] + lines[3:])
     assert all(torch.equal(one[k], two[k]) and torch.isfinite(three[k]).all() for k in one)  # not applied, and nothing stays behind
     assert any(not torch.equal(two[k], three[k]) for k in one)
-    batch = torch.load(out / "non-finite-2.pt", weights_only=True)
+    batch = torch.load(out / "non-finite-2-rank-0.pt", weights_only=True)
     assert batch["step"] == 2 and batch["tokens"].shape == batch["mask"].shape and len(batch["rewards"]) == 16
     bad |= {3, 4}
     capsys.readouterr()
@@ -2008,7 +2125,7 @@ def test_non_finite_steps(world, rewarded, monkeypatch, capsys, method):  # He06
     one_line(capsys, "three non-finite steps")
     out = world / f"nan3-{method}"
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [0, 1, 2, 3, 4] and {f.name for f in out.glob("non*")} == {f"non-finite-{i}.pt" for i in (2, 3, 4)}
+    assert steps == [0, 1, 2, 3, 4] and {f.name for f in out.glob("non*")} == {f"non-finite-{i}-rank-0.pt" for i in (2, 3, 4)}
     assert all(torch.equal(v, one[k]) for k, v in load(out / "last").items())
 
 
@@ -2017,7 +2134,7 @@ def test_checkpoints_are_ordered_by_number(world, saved, monkeypatch):  # He04: 
         (saved / f"checkpoint-{old}").rename(saved / f"checkpoint-{new}")
     read = []
     monkeypatch.setattr(train.Qwen3ForCausalLM, "from_pretrained",
-                        lambda path, *a, f=train.Qwen3ForCausalLM.from_pretrained, **kw: read.append(path.name) or f(path, *a, **kw))
+                        lambda path, *a, f=train.Qwen3ForCausalLM.from_pretrained, **kw: read.append(pathlib.Path(path).name) or f(path, *a, **kw))
     run(world, "--resume", "hurt", "--out", "hurt", "--swa")
     assert read[-2:] == ["checkpoint-900", "checkpoint-1000"]
     monkeypatch.undo()
@@ -2039,7 +2156,7 @@ def test_a_moving_teacher_is_resumed(world, rewarded, method, steps):
     run(world, "--resume", f"{out}-2", "--out", f"{out}-2", "--steps", str(steps + 1))
     assert run(world, "--resume", f"{out}-2", "--out", f"{out}-2", "--steps", str(steps + 2)) == whole
     a, b = (torch.load(world / name / "last/trainer.pt", weights_only=True) for name in (out, f"{out}-2"))
-    start = train.Qwen3ForCausalLM.from_pretrained(train.toy_base_path(world / "runs/cache", 0)).state_dict()
+    start = train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).state_dict()
     assert same(a, b) and same(weights(world, out), weights(world, f"{out}-2"))
     assert not torch.equal(a["teacher"]["lm_head.weight"], start["lm_head.weight"])
 
@@ -2125,7 +2242,7 @@ def test_kill_at_any_moment_and_resume(world, fork):  # He01
         resume = (out / "last").exists()
         if not resume and out.exists():
             shutil.rmtree(out)  # killed before its first checkpoint: the message says, delete it
-        have = len(train.read_log(out)) if resume else 0
+        have = len(train.read_log(out / "metrics.jsonl")) if resume else 0
 
         def kill(pid):
             time.sleep(rng.uniform(0, 2 * step) if resume else 0)  # now and then while it is still reading the checkpoint
@@ -2162,6 +2279,174 @@ def test_signals_save_within_a_step(world, fork, number):  # He07
     assert [row["step"] for row in records(out)] == list(range(done + 2))
 
 
+# --- several processes ------------------------------------------------------------------------------------------------------------
+
+
+def torchrun(world, *argv, code="import train; train.main()"):
+    """train.py under torchrun, two processes on the CPU; `code` is what each of them runs."""
+    script = world / "ranked.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(HERE)!r})\n{code}\n")
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29517", script,
+                           *FAST, *argv], cwd=world, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("method, kernel", [("m3-soft", "local"), ("m3-eg", "logit")])
+def test_two_processes_equal_one(world, rewarded, method, kernel):
+    argv = ["--method", method, "--kernel", kernel, "--reduction", "token", "--eval-limit", "5"]
+    argv += ["--occupancy-every", "2"] if method == "m3-soft" else []
+    pay = "import m3; m3.verify = lambda text, gold, kind: len(text) % 2\nimport train; train.main()"
+    done = torchrun(world, *argv, "--out", f"two-{method}", code=pay)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = run(world, *argv, "--out", f"one-{method}"), records(world / f"two-{method}")
+    assert len(one) == len(two) == 4
+    for a, b in zip(one, two):
+        for key, value in a.items():
+            assert b[key] == (pytest.approx(value, rel=1e-3, abs=1e-5) if isinstance(value, float) else value), (a["step"], key)
+    assert records(world / f"one-{method}", "samples") == records(world / f"two-{method}", "samples")
+    a, b = weights(world, f"one-{method}"), weights(world, f"two-{method}")
+    apart = torch.cat([(a[name] - b[name]).abs().flatten() for name in a])
+    # AdamW takes whole steps along gradients that are all but 0, whose sign is rounding; EG's inner step leaves many of them.
+    assert (apart > 1e-5).float().mean() <= (0.02 if method == "m3-eg" else 0), apart.max()
+    assert done.stdout.count("greedy accuracy") == 1  # rank 0 alone speaks
+
+
+def test_a_failing_rank_ends_all(world):
+    fails = ("import m3, os\nif os.environ['RANK'] == '1':\n    import torch\n    def full(*a): raise torch.OutOfMemoryError\n"
+             "    m3.m3_seed = full\nimport train; train.main()")
+    started = time.time()
+    done = torchrun(world, "--out", "ranks-broken", code=fails)
+    assert done.returncode != 0 and "out of memory: lower --micro-batch" in done.stderr and time.time() - started < 90
+    assert "another process has ended" in done.stderr or "Signal 15" in done.stderr or "SIGTERM" in done.stderr
+
+
+# --- the README's recipe for TRL: runs where TRL is installed ------------------------------------------------------------------------
+
+
+def recipe():
+    """The README's recipe for TRL as it is to be run: the diff with its removals left out."""
+    block = (HERE / "README.md").read_text().split("## For those who outgrow this")[1]
+    block = block.split("```diff\n")[1].split("```")[0]
+    return "".join(line[1:] + "\n" for line in block.splitlines() if not line.startswith("-"))
+
+
+@pytest.fixture(scope="session")
+def recipe_run(tmp_path_factory):
+    """The recipe after its one step of training, the initial policy, and all batches of a second run of two steps.
+
+    A tiny random Qwen3 with the toy tokenizer. Rows of a step come in two halves, so that accumulation is tested too.
+    """
+    trl = pytest.importorskip("trl")
+    tok, rows = train.toy_tokenizer(), train.toy_rows(6, 0)
+    model = tiny(vocab=len(tok), max_position_embeddings=256, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    start = copy.deepcopy(model)
+    model.generation_config.eos_token_id = list(range(1, 30))  # so that random responses end, at different lengths
+    args = trl.GRPOConfig(str(tmp_path_factory.mktemp("trl")), num_generations=4, per_device_train_batch_size=4,
+                          gradient_accumulation_steps=2, max_steps=1, max_completion_length=12, learning_rate=1e-2,
+                          max_grad_norm=0.0, lr_scheduler_type="constant", temperature=1.3, use_cpu=True, bf16=False,
+                          gradient_checkpointing=False, report_to="none", save_strategy="no", logging_strategy="no",
+                          disable_tqdm=True)
+    names = dict(model=model, tokenizer=tok, args=args, rows=rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(m3, "verify", lambda text, gold, kind: len(text) % 2)  # a random model never answers right
+        exec(recipe(), names)
+        trainer = names["trainer"]
+        assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters()))  # it has trained
+
+        steps, batches = [], []  # (weights, micro-batches, gradient) of each step
+
+        class Record(transformers.TrainerCallback):
+            def on_pre_optimizer_step(self, *_, **__):
+                gradient = [p.grad.clone() for p in model.parameters()]
+                steps.append((copy.deepcopy(model.state_dict()), batches[:], gradient))
+                batches.clear()
+
+        inner = trainer._compute_loss
+        patch.setattr(trainer, "_compute_loss", lambda model, inputs: batches.append(inputs) or inner(model, inputs))
+        trainer.add_callback(Record())
+        args.max_steps = 2
+        trainer.train()
+    return trainer, start, tok, steps
+
+
+def row_ids(inputs, b, name):
+    return inputs[f"{name}_ids"][b][inputs[f"{name}_mask"][b].bool()]
+
+
+def m3_soft_gradient(model, teacher, batches, alpha_max=0.15, sharpness=1.0, eps=0.1, temperature=1.3):
+    """What the recipe should hand to the optimizer, from the paper's equations alone: float64, row by row, unpadded.
+
+    The residuals are taken by autograd from the two losses; none of m3.py's functions is used.
+    """
+    model, teacher = model.double(), teacher.double()
+    rows = [(inputs, b) for inputs in batches for b in range(len(inputs["advantages"]))]
+    total = 0
+    for inputs, b in rows:
+        y, A = row_ids(inputs, b, "completion"), inputs["advantages"][b].double()
+        z, z_T = (reader(torch.cat([ids := row_ids(inputs, b, name), y])[None]).logits[0, len(ids) - 1:-1] / temperature
+                  for reader, name in ((model, "prompt"), (teacher, "teacher")))
+        z_T, leaf = z_T.detach(), z.detach().requires_grad_()
+        log_p = leaf.log_softmax(-1)
+        (delta_R,) = torch.autograd.grad(-A * log_p[range(len(y)), y].sum(), leaf, retain_graph=True)
+        (delta_D,) = torch.autograd.grad(F.kl_div(log_p, z_T.log_softmax(-1), log_target=True, reduction="sum"), leaf)
+        size_R, size_D = delta_R.norm(dim=-1, keepdim=True), delta_D.norm(dim=-1, keepdim=True)
+        cos = (delta_R * delta_D).sum(-1, keepdim=True) / (size_R * size_D).clamp(min=1e-30)
+        alpha = alpha_max / (1 + torch.exp(-sharpness * cos))
+        seed = alpha * delta_D / (size_D + eps) + (1 - alpha) * delta_R / (size_R + eps)
+        total = total + (seed * z).sum() / len(y) / len(rows)  # seed has no graph: the gradient in z is the seed
+    return torch.autograd.grad(total, list(model.parameters()))
+
+
+def test_trl_recipe_hands_the_m3_gradient_to_the_optimizer(recipe_run):
+    trainer, start, tok, steps = recipe_run
+    assert len(steps) == 2 and all(len(batches) == 2 for _, batches, _ in steps)
+    lengths, hints, wrong = set(), set(), copy.deepcopy(start)
+    for weights, batches, gradient in steps:
+        model = copy.deepcopy(start)
+        model.load_state_dict(weights)
+        assert any((inputs["advantages"] != 0).any() for inputs in batches)
+        for inputs in batches:
+            lengths |= set(inputs["completion_mask"].sum(1).tolist())
+            hints |= set(inputs["teacher_mask"].sum(1).tolist())
+            for b in range(4):  # each response's teacher reads that response's own problem, solved
+                asked, told = (tok.decode(row_ids(inputs, b, name)) for name in ("prompt", "teacher"))
+                assert told.startswith(asked.removesuffix("Answer :") + "Hint :") and "####" in told
+        expected = m3_soft_gradient(model, copy.deepcopy(start), batches)
+        scale = max(g.abs().max() for g in expected)
+        for ours, truth in zip(gradient, expected):
+            torch.testing.assert_close(ours.double() / scale, truth / scale, rtol=0, atol=1e-5)
+    assert len(lengths) > 3 and len(hints) > 1  # padding was there to be got wrong, on both sides
+    for p in wrong.parameters():
+        p.data.mul_(1.1)  # another teacher gives another gradient: the comparison can fail
+    other = m3_soft_gradient(model, wrong, batches)
+    assert max((a - b).abs().max() for a, b in zip(other, expected)) > 1e-3 * scale
+
+
+def test_trl_recipe_steps_in_the_right_direction(recipe_run, monkeypatch):
+    """For a batch of one token a step along its seed must move that token's own loss down, whatever the weights are."""
+    trainer, start, tok, steps = recipe_run
+    model, inputs = trainer.model, steps[-1][1][0]
+    home = copy.deepcopy(model.state_dict())
+    for b in range(4):
+        only = {k: v[b:b + 1, :1] if k.startswith("completion") else v[b:b + 1] for k, v in inputs.items() if v.dim()}
+        y = only["completion_ids"][0]
+        log_p = lambda reader, name: (reader(row_ids(inputs, b, name)[None]).logits[0, -1] / 1.3).log_softmax(-1)
+        hinted = log_p(start.float(), "teacher").detach()
+        own = lambda: log_p(model, "prompt")
+        for A, alpha_max, measure in (
+                (1.0, 0.0, lambda: -own()[y]),  # rewarded: becomes likelier
+                (-1.0, 0.0, lambda: own()[y]),  # punished: less likely
+                (0.0, 1.0, lambda: F.kl_div(own(), hinted, log_target=True, reduction="sum"))):  # closer to the teacher
+            monkeypatch.setattr(trainer, "alpha_max", alpha_max)
+            model.zero_grad()
+            trainer._compute_loss(model, only | {"advantages": torch.tensor([A])}).backward()
+            with torch.no_grad():
+                before = measure().item()
+                for p in model.parameters():
+                    p.sub_(1e-3 * p.grad)
+                assert measure().item() < before
+                model.load_state_dict(home)
+
+
 # --- benchmarks: pytest -m benchmark -s ------------------------------------------------------------------------------------------
 # Whole-process times on a shared machine are noisy: every figure is a median, every ratio is of two things timed in turn.
 
@@ -2184,7 +2469,7 @@ def report(name, **figures):
 
 def toy_batch(P=8, G=8, N=24):
     """The toy base model and one step's rollouts of it."""
-    model, tok = train.toy_base(HERE / "runs/cache").eval(), train.toy_tokenizer()
+    model, tok = train.Qwen3ForCausalLM.from_pretrained(train.toy_model()).eval(), train.toy_tokenizer()
     rows = train.encode_rows(train.toy_rows(P, 5), tok, 256, N, [], "solution")
     ids = [row["prompt_ids"] for row in rows]
     go = lambda: m3.sample(model, ids, G, N, eos_ids={tok.eos_token_id}, pad_id=0,
@@ -2289,6 +2574,107 @@ def test_benchmark_exact_kernel_against_the_loop():
     fast, slow = timed(lambda: ntk.kdr(model, full, attention, *delta, kernel="exact"),
                        lambda: loop(model, full, attention, *delta), repeats=3)
     report("exact kernel against a plain loop, toy, 2 rows", vmap=fast, loop=slow, ratio=slow / fast)
+
+
+def against_trl(folder, make, method, toy):
+    """Whole steps of `python train.py` and of a TRL trainer, in turn: the same model, prompts, lengths and threads.
+
+    make(out, settings, G, model, rows, tok): the trainer. Ours is timed by its own log, TRL from one step's end to
+    the next: data, sampling, scoring, backward and optimizer, without evaluating or saving, on both sides.
+    """
+    path = os.environ.get("M3_REAL_MODEL")
+    if not toy and not path:
+        pytest.skip("set M3_REAL_MODEL to the folder of a small real model, SmolLM2-135M for one")
+    P, G, N, rounds, steps = (8, 8, 24, 3, 6) if toy else (2, 4, 64, 2, 3)
+    argv = (f"--method {method} --kernel logit --stats-every 0 --kdr-every 0 --device cpu --dtype float32 --lr 1e-6 "
+            f"--steps {steps + 2} --eval-every 999 --save-every 999 --eval-limit 1 --prompts-per-step {P} "
+            f"--group-size {G} --max-new-tokens {N} --model").split()
+    argv.append("toy" if toy else str(pathlib.Path(path).resolve()))
+    if toy:
+        load = lambda: train.load_model(train.toy_model(), torch.float32, "cpu")[:2]
+    else:
+        load = lambda: train.load_model(path, torch.float32, "cpu")[:2]
+    tok = load()[1]
+    problems = [row if toy else row | {"kind": "gsm8k"} for row in train.toy_rows(4096, 0)]
+    order = [i for step in range(1, steps + 2) for i in m3.draw_problems(len(problems), P, 0, step)]
+    rows = [problems[i] | {"prompt": m3.prompt_text(tok, problems[i])} for i in order]
+    prompts = [row["prompt"] for row in rows]
+    assert tok(text=prompts)["input_ids"] == m3.encode(tok, prompts)  # both read the same ids
+    settings = dict(max_steps=steps + 1, per_device_train_batch_size=P * G, max_completion_length=N, learning_rate=1e-6,
+                    lr_scheduler_type="constant", temperature=1.0, max_grad_norm=1.0, shuffle_dataset=False,
+                    use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", save_strategy="no",
+                    eval_strategy="no", logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False)
+    ours, theirs, tokens = [], [], ([], [])
+    for i in range(rounds):
+        here, handlers = os.getcwd(), [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+        if toy:  # the cached base model is found from the folder that train.py runs in
+            (folder / "runs").mkdir(exist_ok=True)
+            (folder / "runs/cache").exists() or (folder / "runs/cache").symlink_to(HERE / "runs/cache")
+        os.chdir(folder)
+        try:  # what both sides print on the way is not the report
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                train.main([*argv, "--out", f"{method}-{toy}-{i}"])
+            log = train.read_log(pathlib.Path(f"{method}-{toy}-{i}/metrics.jsonl"))
+        finally:
+            os.chdir(here)
+            for s, handler in zip((signal.SIGINT, signal.SIGTERM), handlers):  # the run took Ctrl-C for itself
+                signal.signal(s, handler)
+        # Step 1 warms up, the last one holds an evaluation.
+        ours += [b["seconds"] - a["seconds"] for a, b in zip(log[1:-2], log[2:-1])]
+        tokens[0].extend(line["length"] * P * G for line in log[2:-1])
+
+        trainer, ends = make(folder / "trl", settings, G, load()[0], rows, tok), []
+
+        class Clock(transformers.TrainerCallback):
+            def on_step_end(self, *_, **__):
+                ends.append(time.perf_counter())
+
+        inner, seen = trainer._generate_and_score_completions, []
+        trainer._generate_and_score_completions = lambda inputs: seen.append(out := inner(inputs)) or out
+        trainer.add_callback(Clock())
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer.train()
+        theirs += [b - a for a, b in zip(ends, ends[1:])]
+        tokens[1].extend(int(out["completion_mask"].sum()) for out in seen[1:])
+        shutil.rmtree(folder / f"{method}-{toy}-{i}")  # a checkpoint of a real model is large
+    trl = sys.modules["trl"]
+    a, b = (sorted(x)[len(x) // 2] for x in (ours, theirs))
+    m, n = (sum(x) / len(x) for x in tokens)
+    report(f"{method} against TRL's {type(trainer).__name__}, {'toy' if toy else 'real model'}, {P} x {G} x {N}",
+           steps=len(ours), ours=a, trl=b, ratio=a / b, ours_tokens=m, trl_tokens=n, ratio_per_token=(a / m) / (b / n),
+           trl_version=trl.__version__, transformers=transformers.__version__)
+
+
+@pytest.mark.benchmark
+@pytest.mark.parametrize("toy", [True, False], ids=["toy", "real"])
+def test_benchmark_grpo_against_trl(tmp_path, toy):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+
+    def pay(completions, answer, kind, **_):
+        return [m3.verify(*row) for row in zip(completions, answer, kind)]
+
+    def make(out, settings, G, model, rows, tok):  # loss_type "grpo": eq 2's own average, as ours
+        args = trl.GRPOConfig(str(out), num_generations=G, beta=0.0, loss_type="grpo", **settings)
+        return trl.GRPOTrainer(model, pay, args, datasets.Dataset.from_list(rows), processing_class=tok)
+
+    against_trl(tmp_path, make, "grpo", toy)
+
+
+@pytest.mark.benchmark
+@pytest.mark.parametrize("toy", [True, False], ids=["toy", "real"])
+def test_benchmark_distillation_against_trl(tmp_path, toy):
+    """M3-Soft, whose teacher reads the solution too, against plain on-policy distillation, which has no reward."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    if not hasattr(trl, "DistillationTrainer"):
+        pytest.skip("this TRL has no DistillationTrainer")
+
+    def make(out, settings, G, model, rows, tok):  # one response per prompt there: each comes G times. beta 0: fkl
+        rows = [{"prompt": row["prompt"]} for row in rows for _ in range(G)]
+        args = trl.DistillationConfig(str(out), beta=0.0, **settings)
+        return trl.DistillationTrainer(model, copy.deepcopy(model).requires_grad_(False), args,
+                                       datasets.Dataset.from_list(rows), processing_class=tok)
+
+    against_trl(tmp_path, make, "m3-soft", toy)
 
 
 @pytest.mark.slow

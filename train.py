@@ -16,39 +16,15 @@ whose mathematics lives in m3.py and whose statistics live in ntk.py. Departures
      the clip and the moments' memory.
 """
 
-import argparse
-import concurrent.futures
-import contextlib
-import copy
-import csv
-import functools
-import hashlib
-import importlib.util
-import inspect
-import io
-import json
-import math
-import os
-import pathlib
-import random
-import re
-import shutil
-import signal
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
-import zlib
+import argparse, concurrent.futures, contextlib, copy, csv, functools, hashlib, inspect, io, json, math, os, pathlib, random
+import itertools, re, shutil, signal, subprocess, sys, tempfile, time, zlib
 
-import torch
-import transformers
+import torch, transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-import m3
-import ntk
+import m3, ntk
 
 METRICS = """step reward accuracy loss_R loss_D grad_norm kappa phi conflict conflict_deadband alpha_eff zero_advantage
 clipped entropy length truncated mu lr tokens_per_second seconds collapsed""".split()
@@ -64,22 +40,26 @@ GATE = {"m3-norm": lambda K, cos, f: m3.gate_norm(K, f.alpha_max),
 MIX = {"gradnorm": lambda g: m3.gradnorm_weights(g["norm_R"], g["norm_D"]),
        "pcgrad": lambda g: m3.pcgrad_weights(g["norm_R"], g["norm_D"], g["phi"]),
        "minnorm": lambda g: (1 - (a := ntk.min_norm_alpha(g["norm_R"], g["norm_D"], g["phi"])), a)}
+FIELDS = ["prompt", "answer", "solution"]
 NOT_SAVED = ["plot", "compare", "seeds", "preset", "resume", "probe", "defaults"]
 METHODS = ["grpo", "opd", "hybrid", *MIX, "rlsd", "sdpo", *GATE]
+TOY_TEACHERS, CACHE = ["self-rl", "larger"], pathlib.Path("runs/cache")  # of what the toy world makes
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
 # Named sets of flags, read before the command line's own: those win.
 PAPER = ("--method m3-soft --lora-rank 64 --lr 5e-5 --group-size 8 --steps 500 --alpha-max 0.15 "  # [M3]: alpha 128 = 2r
          "--stats-every 10 --kdr-every 10 --eval-every 50 --save-every 50 ")  # what only the log needs, rarely
 PRESETS = {
-    # The three tables of the README.
     "table-calm": "--compare grpo opd hybrid gradnorm pcgrad minnorm rlsd sdpo m3-norm m3-select m3-soft m3-eg "
                   "--steps 60 --lr 1e-4 --stats-every 5 --kdr-every 5 --eval-every 10",
     # Ten times the learning rate: the policy can run off the format of the answers, and what anchors it decides.
-    "table-stress": "--compare grpo hybrid m3-norm m3-select m3-soft m3-eg --steps 240 --lr 1e-3 --kernel logit "
-                    "--stats-every 20 --kdr-every 5 --eval-every 80",
+    "table-stress": "--compare grpo hybrid gradnorm pcgrad rlsd sdpo m3-norm m3-select m3-soft m3-eg --steps 240 --lr 1e-3 "
+                    "--kernel logit --stats-every 20 --kdr-every 5 --eval-every 80",
     # The teacher's loss a thousandth of itself: kappa in the thousands, which a normalised residual does not notice.
     "table-high-kappa": "--compare grpo hybrid gradnorm m3-select m3-soft --steps 60 --lr 1e-4 --distill-scale 1e-3 "
                         "--eps 1e-4 --stats-every 5 --kdr-every 5 --eval-every 10",
+    # Pure distillation from three kinds of teacher: where does the loss stop falling, and does its gradient say so? [VLS]
+    "table-teachers": "--compare-teachers --divergence rkl-topk --steps 150 --eval-every 10 --kdr-every 0 --occupancy-every 10",
     # Real models. Memory is an estimate by arithmetic (weights, adapter with moments and gradients, activations of one
     # micro-batch, one chunk of logits), not a measurement.
     "cpu-smollm2-svamp": "--model HuggingFaceTB/SmolLM2-135M-Instruct --dataset svamp --method m3-soft "  # 2 cores, ~3 GB
@@ -100,7 +80,6 @@ def parse_flags(argv):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: fail(message.replace("argument ", "") + " (see --help)")
-
     rules, texts = {}, {}
 
     def flag(group, name, default, text, ok=None, **kw):
@@ -113,10 +92,11 @@ def parse_flags(argv):
     flag(g, "--method", "m3-soft", "how the two signals are combined", choices=METHODS)
     flag(g, "--model", "toy", "toy, or a causal language model: a folder or a hub id")
     flag(g, "--dataset", "toy", "toy, gsm8k, svamp, arc, math, or a .json/.jsonl/.csv/.parquet file or folder of them")
-    flag(g, "--teacher", "privileged", "the frozen initial model, shown the gold solution; or another model: a folder or hub id")
+    flag(g, "--teacher", "privileged", "the frozen initial model, shown the gold solution; or a folder or hub id; or in the toy"
+         " world self-rl (the base model after GRPO) or larger (4 x the parameters, another style)")
     flag(g, "--lora-rank", 0, "rank of adapters on every linear layer of the blocks, alpha is twice that; 0 trains all", not_negative)
     flag(g, "--few-shot", 0, "worked examples in front of every problem, for base models", not_negative)
-    for name in ("prompt", "answer", "solution"):
+    for name in FIELDS:
         flag(g, f"--{name}-field", "", f"column of a local file that holds the {name}")
     flag(g, "--eval-split", "validation", "which rows are evaluated", choices=["validation", "test"])
     flag(g, "--preset", "", "a named set of flags, see PRESETS in this file", choices=["", *PRESETS])
@@ -147,7 +127,6 @@ def parse_flags(argv):
     flag(g, "--kernel", "local", "how K_DR(n) is computed", choices=["logit", "local", "hutchinson", "exact"])
     g = parser.add_argument_group("optimizer")
     flag(g, "--lr", 1e-4, "AdamW learning rate, in [0, 1]", lambda v: 0 <= v <= 1)
-    flag(g, "--warmup", 0, "steps of linear warm-up", not_negative)
     flag(g, "--weight-decay", 0.0, "AdamW's, in [0, 1]", lambda v: 0 <= v <= 1)
     flag(g, "--clip", 1.0, "largest gradient norm, above 0", above_0)
     flag(g, "--micro-batch", 0, "rows per training pass, a multiple or divisor of --group-size; 0 is all", not_negative)
@@ -164,49 +143,50 @@ def parse_flags(argv):
     flag(g, "--stats-every", 1, "steps between kappa and phi (two extra backward passes); 0 is never")
     flag(g, "--kdr-every", 1, "steps between conflict shares in the log (M3's gates need K_DR anyway); 0 is never")
     flag(g, "--save-every", 50, "steps between checkpoints, at least 1; the last step is always saved", at_least_1)
+    flag(g, "--occupancy-every", 0, "steps between cross-fitted occupancy estimates (four extra backward passes); 0 is never")
     g.add_argument("--stop-on-collapse", action="store_true", help="end when reward stays below 0.05 for ten steps")
     g.add_argument("--swa", action="store_true", help="at the end, also evaluate the mean of the last two checkpoints")
     flag(g, "--out", "", "folder of this run; by default runs/<time>-<method>")
     flag(g, "--resume", "", "go on with the run in this folder from its last checkpoint")
     g = parser.add_argument_group("instead of one run")
-    g.add_argument("--probe", action="store_true", help="ten steps of hybrid, then print which method the paper's rule advises")
+    g.add_argument("--probe", action="store_true", help="ten steps of hybrid, then which method the paper's rule advises")
     g.add_argument("--compare", nargs="+", choices=METHODS, metavar="METHOD",
                    help="train each METHOD on the same seeds, one process per core; table and figure in --out")
-    flag(g, "--seeds", 3, "seeds 0, 1, ... of --compare, at least 1", at_least_1)
+    g.add_argument("--compare-teachers", dest="compare", action="store_const", const=["privileged", *TOY_TEACHERS],
+                   help="the same for opd under each teacher of the toy world")
+    flag(g, "--seeds", 3, "seeds 0, 1, ... of a comparison, at least 1", at_least_1)
     g.add_argument("--plot", nargs="+", metavar="FOLDER", help="draw curves.png into the first FOLDER and stop")
 
-    argv = sys.argv[1:] if argv is None else list(argv)
+    argv = sys.argv[1:] if argv is None else argv
     flags = parser.parse_args(argv)
-    if flags.preset:
-        argv = PRESETS[flags.preset].split() + argv
-        flags = parser.parse_args(argv)
+    argv = PRESETS.get(flags.preset, "").split() + [*argv]
     if flags.resume:
         with or_fail(f"--resume: cannot read {flags.resume}/config.json"):
             saved = json.loads((pathlib.Path(flags.resume) / "config.json").read_text())
         parser.set_defaults(**{k: v for k, v in saved.items() if k in vars(flags)})
-        flags = parser.parse_args(argv)
-        flags.out = flags.resume
+        argv += ["--out", flags.resume]
+    flags = parser.parse_args(argv)
     flags.defaults = {k: parser.get_default(k) for k in vars(flags)}
     for name, ok in rules.items():
         value = getattr(flags, name)
         if not ok(value) or isinstance(value, float) and not math.isfinite(value):
             fail(f"--{name.replace('_', '-')} {value} is out of range: {texts[name]}")
-    for ok, message in [
-            (os.environ.get("WORLD_SIZE", "1") == "1", "WORLD_SIZE > 1: this is one process on one device, start it without torchrun"),
-            (flags.micro_batch == 0 or flags.micro_batch % flags.group_size == 0 or flags.group_size % flags.micro_batch == 0,
-             "--micro-batch must be a multiple or a divisor of --group-size"),
-            (flags.model != "toy" or flags.dataset == "toy", "--dataset: the toy model only knows the toy world; give a --model"),
-            (flags.model != "toy" or flags.teacher == "privileged", "--teacher: the toy model has no other teacher"),
-            (flags.method not in ("rlsd", "sdpo") or not flags.lora_rank and flags.teacher == "privileged",
-             f"--method {flags.method} moves its teacher along: it needs --lora-rank 0 and --teacher privileged")]:
-        if not ok:
-            fail(message)
+    WORLD == 1 or not flags.compare or fail("--compare starts its own processes: leave out torchrun")
+    flags.prompts_per_step % WORLD and fail(f"--prompts-per-step must be a multiple of the {WORLD} processes")
+    if flags.micro_batch and flags.micro_batch % flags.group_size and flags.group_size % flags.micro_batch:
+        fail("--micro-batch must be a multiple or a divisor of --group-size")
+    if flags.model == "toy" != flags.dataset:
+        fail("--dataset: the toy model only knows the toy world; give a --model")
+    if flags.model != "toy" and {flags.teacher, *(flags.compare or ())} & {*TOY_TEACHERS}:
+        fail(f"--teacher {' and '.join(TOY_TEACHERS)} are the toy world's; give a folder or hub id")
+    if flags.method in ("rlsd", "sdpo") and (flags.lora_rank or flags.teacher != "privileged"):
+        fail(f"--method {flags.method} moves its teacher along: it needs --lora-rank 0 and --teacher privileged")
     if flags.probe:
         flags.method, flags.steps, flags.stats_every, flags.kdr_every = "hybrid", 10, 1, 1
     if flags.device == "auto":
         flags.device = "cuda" if torch.cuda.is_available() else "cpu"
     if flags.dtype == "auto":
-        flags.dtype = "bfloat16" if flags.device.startswith("cuda") else "float32"
+        flags.dtype = "bfloat16" if "cuda" in flags.device and flags.model != "toy" else "float32"
     return flags
 
 def fail(message, code=2):
@@ -237,9 +217,7 @@ def toy_problem(rng, heldout):
         ops = [(rng.choice("+-"), rng.randint(1, 6)) for _ in range(steps)]
         if rng.random() < 0.42:  # one doubling at most, and at the end: what follows it would need sums of large numbers,
             ops[-1] = ("*", 2)  # which the base model, with its habit, has hardly ever seen
-        values = [start]
-        for sign, k in ops:
-            values.append({"+": values[-1] + k, "-": values[-1] - k, "*": values[-1] * k}[sign])
+        values = [*itertools.accumulate(ops, lambda v, op: {"+": v + op[1], "-": v - op[1], "*": v * op[1]}[op[0]], initial=start)]
         # A hash of the numbers and operations decides which side a problem is on: one in eight is held out, under all its
         # names and things and whatever the seed. Not hash(): that changes from process to process.
         if 1 <= min(values) and max(values[:-1]) <= 20 and (zlib.crc32(repr((start, ops)).encode()) % 8 == 0) == heldout:
@@ -248,8 +226,9 @@ def toy_problem(rng, heldout):
     clauses = [f"{rng.choice(TOY_NAMES)} has {start} {rng.choice(TOY_THINGS)}", *(told[s].format(k) for s, k in ops)]
     return " , ".join(clauses) + " . How many ?", start, ops
 
-def toy_solution(start, ops, rng=None):
-    """Worked steps and "#### answer". With `rng`: as the base model's corpus has them, bad habit and slips included."""
+def toy_solution(start, ops, rng=None, swapped=False):
+    """Worked steps and "#### answer". With `rng`: as the base model's corpus has them, bad habit and slips included.
+    swapped: another style, that of the larger teacher: "3 + 12" for "12 + 3", "12 + 12" for "12 * 2"."""
     lines, value = [], start
     for sign, k in ops:
         if rng and sign == "*" and rng.random() < 0.6:
@@ -258,7 +237,8 @@ def toy_solution(start, ops, rng=None):
         if rng and sign != "*" and rng.random() < 0.03:
             result += rng.choice((-1, 1))
         result = max(result, 0)  # a wrong value may be too small for the next "loses", and there is no token for -1
-        lines.append(f"{value} {sign} {k} = {result}")
+        lines.append(f"{value} {sign} {k} = {result}" if not swapped or sign == "-" else
+                     f"{k if sign == '+' else value} + {value} = {result}")
         value = result
     return "\n".join([*lines, f"#### {value}"])
 
@@ -267,36 +247,37 @@ def toy_rows(n, seed, heldout=False):
     rng, rows = random.Random(f"rows {seed}"), {}
     while len(rows) < n:
         question, start, ops = toy_problem(rng, heldout)
-        solution = toy_solution(start, ops)
-        rows[question] = dict(question=question, solution=solution, answer=solution.split()[-1], kind="toy")
+        rows[question] = dict(question=question, solution=(text := toy_solution(start, ops)), answer=text.split()[-1], kind="toy")
     return list(rows.values())
 
 def toy_tokenizer():
     """One token per word, number and line break; decode(m3.encode(text)) == text."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(TOY_WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"),
-                                                       pre_tokenizers.Split("\n", "isolated")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(*x) for x in ((" ", "removed"), ("\n", "isolated"))])
     tokenizer.decoder = decoders.Sequence([decoders.WordPiece(prefix="<none>", cleanup=False), decoders.Fuse(),
                                            decoders.Replace(Regex(" ?\n ?"), "\n")])  # " " before each word, "\n" bare
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
                                    padding_side="left", clean_up_tokenization_spaces=False)
 
-def toy_base_model(seed, steps=400, rows=48, lr=3e-3, device="cpu"):
+def toy_base_model(seed, steps=400, rows=48, lr=3e-3, larger=False):
     """A Qwen3 of 0.9M parameters, pre-trained on the fly. A third of its corpus shows the gold solution as a hint and answers
-    RIGHT, which makes the same frozen weights a competent teacher; the rest answers with the habit: the student to mend."""
+    RIGHT, which makes the same frozen weights a competent teacher; the rest answers with the habit: the student to mend.
+    larger: a teacher of 3.4M, which needs no hint and has no habit, but works in another style."""
+    width = 256 if larger else 128
     rng, tokenizer, corpus = random.Random(f"corpus {seed}"), toy_tokenizer(), []
     for _ in range(steps * rows):
         prompt, start, ops = toy_problem(rng, heldout=False)
-        right, hint = toy_solution(start, ops), rng.random() < 0.36
+        right, hint = toy_solution(start, ops, swapped=larger), rng.random() < (0 if larger else 0.36)
         texts = (m3.prompt_text(tokenizer, dict(question=prompt, kind="toy"), reference=right * hint),
-                 right if hint else toy_solution(start, ops, rng))
+                 right if hint or larger else toy_solution(start, ops, rng))
         corpus.append(tokenizer([texts[0], texts[1] + "<eos>"])["input_ids"])
     with torch.random.fork_rng(devices=[]):  # the weights are drawn from the global generator: put it back afterwards
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(Qwen3Config(  # from 0.02 copying a hint, from 0.05 arithmetic is learned too late
-            vocab_size=len(TOY_WORDS), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=4, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=None,
-            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, initializer_range=0.04)).to(device)
+            vocab_size=len(TOY_WORDS), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=4, head_dim=32,
+            num_attention_heads=width // 32, num_key_value_heads=width // 32, max_position_embeddings=256,
+            tie_word_embeddings=True, bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id, initializer_range=0.04))
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
     for step in tqdm(range(steps), desc="toy base model", leave=False):
@@ -306,38 +287,42 @@ def toy_base_model(seed, steps=400, rows=48, lr=3e-3, device="cpu"):
         for part in (batch[i:i + rows // 3] for i in range(0, rows, rows // 3)):
             width = max(len(p) + len(r) for p, r in part)
             # padded on the RIGHT: causal attention never looks there, so no mask is needed
-            ids = torch.tensor([p + r + [0] * (width - len(p) - len(r)) for p, r in part], device=device)
-            taught = torch.tensor([[len(p) <= t + 1 < len(p) + len(r) for t in range(width)] for p, r in part], device=device)
+            ids = torch.tensor([p + r + [0] * (width - len(p) - len(r)) for p, r in part])
+            taught = torch.tensor([[len(p) <= t + 1 < len(p) + len(r) for t in range(width)] for p, r in part])
             hidden = model.model(ids, use_cache=False).last_hidden_state[taught]  # the head only where a response is predicted
             loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), ids[:, 1:][taught[:, :-1]], reduction="sum")
             (loss / sum(len(r) for _, r in batch)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+        optimizer.step(), optimizer.zero_grad(), schedule.step()
     return model.eval()
 
-def toy_base_path(folder, seed):
-    """Where the base model is cached: a name hashed from the code and words that make it."""
-    made_by = "".join(inspect.getsource(f) for f in (toy_problem, toy_solution, toy_tokenizer, toy_base_model,
-                                                     m3.prompt_text))
-    return folder / f"toy-base-{hashlib.sha256(f'{made_by} {TOY_WORDS} {seed}'.encode()).hexdigest()[:12]}"
+SELF_RL = "--method grpo --steps 200 --seed 1000 --stats-every 0 --kdr-every 0 --eval-every 200 --save-every 200"
 
-def toy_base(folder, seed=0):
-    """The toy base model, made once. Its seed is fixed: --seed varies the run, not where it starts, just as runs on a
-    published checkpoint do."""
-    path = toy_base_path(folder, seed)
-    if path.exists():
-        print(f"toy base model: reused from {path}")
-    else:
-        print(f"toy base model: pre-training it once, about a minute, then kept in {path}")
-        write_folder(path, toy_base_model(seed).save_pretrained)
-    return Qwen3ForCausalLM.from_pretrained(path)
+def toy_path(kind="base"):
+    """Where a toy model is cached: a name hashed from the code and words that make it."""
+    made_by = [inspect.getsource(f) for f in (toy_problem, toy_solution, toy_tokenizer, toy_base_model, m3.prompt_text)]
+    return CACHE / f"toy-{kind}-{hashlib.sha256(f'{made_by} {TOY_WORDS} {SELF_RL}'.encode()).hexdigest()[:12]}"
+
+def toy_model(kind="base"):
+    """Folder of a toy model, made once: base, larger (see toy_base_model) or self-rl (base after SELF_RL). --seed varies
+    the run, not where it starts, just as runs on a published checkpoint do."""
+    def fill(tmp):
+        if kind != "self-rl":
+            return toy_tokenizer().save_pretrained(tmp), toy_base_model(0, larger=kind == "larger").save_pretrained(tmp)
+        subprocess.run([sys.executable, __file__, *SELF_RL.split(), "--out", tmp / "run"], check=True,  # alone, not as a rank
+                       stdout=subprocess.DEVNULL, env=os.environ | {"RANK": "0", "WORLD_SIZE": "1"})
+        return [shutil.move(file, tmp) for file in (tmp / "run" / "last").resolve().iterdir()]
+    path = toy_path(kind)
+    if not path.exists():
+        print(f"toy {kind} model: training it once, a minute or two, then kept in {path}", flush=True)
+        write_folder(path, fill)
+    return str(path)
 
 # --- Real data and real models ---------------------------------------------------------------------------------------
 
 HUB = {"gsm8k": ["openai/gsm8k", "main"], "svamp": ["ChilleD/SVAMP"], "arc": ["allenai/ai2_arc", "ARC-Challenge"],
        "math": ["HuggingFaceH4/MATH-500"]}  # a test split alone: like any source without parts it is cut in three
+
 def read_file(path):
     """A file's rows as dicts, as they stand: no cache, no network, no guessed column types."""
     if path.suffix == ".parquet":
@@ -350,21 +335,21 @@ def read_file(path):
         text = "[" + ",\n".join(line for line in text.split("\n") if line.strip()) + "]"
     return [{**row} for row in json.loads(text)]
 
+@functools.lru_cache(1)  # train() asks for two splits of it
 def read_parts(dataset):
     """{"train" | "validation" | "test": rows}, as many as the source has; if it has only one, it counts as train."""
     path, parts = pathlib.Path(dataset).expanduser(), {}
     if dataset in HUB:
         import datasets
         parts = {name: list(part) for name, part in datasets.load_dataset(*HUB[dataset]).items()}
-    elif path.is_dir():
-        for file in sorted(path.iterdir()):
-            part = re.search(r"(?:^|[-_.])(train|test|validation|valid|val|dev)[-_.]", file.name)
-            if part and file.suffix in (".json", ".jsonl", ".csv", ".parquet"):
-                parts.setdefault(part[1] if part[1][0] == "t" else "validation", []).extend(read_file(file))
-    elif path.exists():
-        parts = {"train": read_file(path)}
-    else:
+    elif not path.exists():
         fail(f"--dataset {dataset}: file or folder not found; by name there are {', '.join(HUB)}")
+    elif path.is_file():
+        parts = {"train": read_file(path)}
+    for file in sorted(path.iterdir()) if path.is_dir() else ():
+        part = re.search(r"(?:^|[-_.])(train|test|validation|valid|val|dev)[-_.]", file.name)
+        if part and file.suffix in (".json", ".jsonl", ".csv", ".parquet"):
+            parts.setdefault(part[1] if part[1][0] == "t" else "validation", []).extend(read_file(file))
     return {"train": parts.popitem()[1]} if len(parts) == 1 else parts
 
 def read_row(row, fields):
@@ -390,7 +375,7 @@ def read_row(row, fields):
 def load_rows(dataset, split, fields, seed):
     """[{question, solution, answer, kind}] of a split. What the source lacks is held out of its train rows by a shuffle
     of `seed`: a fifth for test, a tenth for validation, 500 at most. No row is in two splits."""
-    source, good, bad = {}, [], []
+    source = {}
     try:
         source = read_parts(dataset)
         parts = {name: [read_row(row, fields) for row in rows] for name, rows in source.items()}
@@ -412,27 +397,21 @@ def load_rows(dataset, split, fields, seed):
             parts[name], order = [pool[i] for i in sorted(order[:cut])], order[cut:]
     parts["train"] = [pool[i] for i in sorted(order)]
     rows = parts[split] or fail(f"--dataset {dataset}: 0 {split} rows, as there are {len(pool)} train rows in it")
-    for row in rows:
-        (good if row[0] and parses(row, row[3] or guess) else bad).append(
-            dict(question=row[0], solution=row[1], answer=row[2], kind=row[3] or guess))
-    if bad:
-        print(f"{dataset}, {split}: {len(bad)} of {len(rows)} rows left out, their answer or question does not parse:",
-              [f"{row['question'][:30]} -> {row['answer'][:20]}" for row in bad[:4]], "..." * (len(bad) > 4))
+    good = [dict(zip(("question", "solution", "answer", "kind"), (*row[:3], row[3] or guess))) for row in rows
+            if row[0] and parses(row, row[3] or guess)]
+    if bad := [f"{row[0][:30]} -> {row[2][:20]}" for row in rows if not (row[0] and parses(row, row[3] or guess))]:
+        print(f"{dataset}, {split}: {len(bad)} of {len(rows)} rows left out, their answer or question does not parse:", bad[:4])
     return good or fail(f"--dataset {dataset}: 0 of {len(rows)} {split} rows have an answer that parses")
 
-def encode_rows(rows, tokenizer, context, max_new_tokens, few_shot, hint):
-    """Problem rows: `rows` with prompt, prompt_ids and teacher_ids. few_shot: worked examples, rows of the train split,
-    no problems themselves. A row too long for the context is dropped and named: a cut prompt is another problem."""
-    rows = [row for row in rows if row["question"] not in [shot["question"] for shot in few_shot]]
-    texts = [m3.prompt_text(tokenizer, row, few_shot) for row in rows]
-    texts += [m3.prompt_text(tokenizer, row, few_shot, m3.reference_text(row, hint)) for row in rows] if hint != "none" else texts
-    ids = m3.encode(tokenizer, texts)
-    kept, long, why = [], [], f"length filter (prompt + {max_new_tokens} new tokens within a context of {context})"
-    for row, student, teacher in zip(rows, ids, ids[len(rows):]):
-        fits = max(len(student), len(teacher)) + max_new_tokens <= context
-        (kept if fits else long).append(row | dict(prompt=row["question"], prompt_ids=student, teacher_ids=teacher))
+def encode_rows(rows, tokenizer, context, max_new_tokens, shots, hint):
+    """`rows` with prompt, prompt_ids and teacher_ids, without the few-shot examples; a row too long for the context is
+    dropped and named: a cut prompt is another problem."""
+    rows = m3.encode_rows(tokenizer, [row for row in rows if row["question"] not in {s["question"] for s in shots}], shots, hint)
+    fits = lambda row: max(len(row["prompt_ids"]), len(row["teacher_ids"])) + max_new_tokens <= context
+    kept, long = [row for row in rows if fits(row)], [row["prompt"][:30] for row in rows if not fits(row)]
+    why = f"length filter (prompt + {max_new_tokens} new tokens within a context of {context})"
     if long and kept:
-        print(f"{len(long)} of {len(rows)} rows dropped by the {why}:", [row["prompt"][:30] for row in long[:4]], "...")
+        print(f"{len(long)} of {len(rows)} rows dropped by the {why}:", long[:4], "...")
     return kept or fail(f"0 of {len(rows)} rows left after the {why}: lower --max-new-tokens or --few-shot")
 
 def load_model(path, dtype, device, flag="--model"):
@@ -463,7 +442,7 @@ def write_folder(folder, fill):
     temporary.mkdir(parents=True)
     try:
         fill(temporary)
-        for file in temporary.iterdir():
+        for file in filter(pathlib.Path.is_file, temporary.rglob("*")):
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
         shutil.rmtree(folder, ignore_errors=True)
@@ -473,13 +452,11 @@ def write_folder(folder, fill):
 
 def save_checkpoint(out, step, model, tokenizer, state):
     """checkpoint-N: a folder that from_pretrained loads, plus trainer.pt; then `last` is pointed at it."""
-    folder = out / f"checkpoint-{step}"
-
     def fill(tmp):
         model.save_pretrained(tmp, state_dict=m3.merged_state(model))  # plain weights, adapter and all
         tokenizer.save_pretrained(tmp)
         torch.save(state, tmp / "trainer.pt")
-
+    folder = out / f"checkpoint-{step}"
     # A full disk is an OSError, a RuntimeError or a SafetensorError, by who writes.
     with or_fail(f"cannot save {folder}; make room, then --resume {out}: the checkpoint before it is whole", code=1):
         write_folder(folder, fill)
@@ -490,67 +467,85 @@ def save_checkpoint(out, step, model, tokenizer, state):
 
 def replace_text(path, text):
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    if RANK == 0:
+        temporary.write_text(text)
+        temporary.replace(path)
 
-def read_log(folder, name="metrics"):
+def read_log(path):
     """Lines of metrics.jsonl or samples.jsonl; a last one that a kill has cut in two is left out."""
-    path = folder / f"{name}.jsonl"
-    if name == "samples" and not path.exists():
-        return []
     return [json.loads(line) for line in path.read_text(errors="replace").split("\n")[:-1]]
 
 def append_line(path, record):
     """One JSON object, one write: a kill cannot leave two halves of a line apart."""
-    with open(path, "a") as file:
+    with open(path if RANK == 0 else os.devnull, "a") as file:
         file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
-# --- Scoring ------------------------------------------------------------------------------------------------------
+# --- Several processes: prompts are split by rank, gradients summed; what is logged or decided is of the whole batch ---
 
-def decode(tokenizer, tokens, mask):
-    """Text of each row, cut by the mask (the first end token), never by looking for pad ids."""
-    return [tokenizer.decode(t[m].tolist(), skip_special_tokens=True) for t, m in zip(tokens.cpu(), mask.cpu())]
+def gather(value):
+    """[value of rank 0, of rank 1, ...], the same list on every rank; and the place where they wait for each other."""
+    parts = [value] * WORLD
+    if WORLD > 1:
+        with or_fail("another process has ended", code=1):
+            torch.distributed.all_gather_object(parts, value)
+    return parts
 
-def evaluate(model, tokenizer, rows, flags, eos_ids):
+def add_up(tensors):
+    """Replace each tensor by its sum over the ranks."""
+    with or_fail("another process has ended", code=1):
+        for tensor in tensors if WORLD > 1 else ():
+            torch.distributed.all_reduce(tensor)
+
+def evaluate(model, tokenizer, rows, flags, eos_ids, prompt="prompt_ids"):
     """Greedy accuracy on `rows`: verified / all of them. Returns it with the completions."""
-    texts, batch = [], flags.prompts_per_step * flags.group_size
-    for i in range(0, len(rows), batch):
-        tokens, mask, _ = m3.sample(model, [r["prompt_ids"] for r in rows[i:i + batch]], 1, flags.max_new_tokens, 0.0,
+    parts, batch = [], flags.prompts_per_step * flags.group_size
+    for i in range(RANK * batch, len(rows), WORLD * batch):
+        tokens, mask, _ = m3.sample(model, [r[prompt] for r in rows[i:i + batch]], 1, flags.max_new_tokens, 0.0,
                                     eos_ids=eos_ids, pad_id=tokenizer.pad_token_id)
-        texts += decode(tokenizer, tokens, mask)
+        parts.append((i, m3.decode(tokenizer, tokens, mask)))
+    texts = [text for _, part in sorted(sum(gather(parts), [])) for text in part]
     return sum(m3.verify(t, r["answer"], r["kind"]) for t, r in zip(texts, rows)) / len(rows), texts
 
-def token_kernel(model, kernel, prompts, tokens, real, unit, pad_id, residuals, generator):
-    """K_DR and cos phi [T] of a micro-batch's real tokens; residuals: [(slice of the T tokens, delta_D, delta_R)]."""
-    ids, attention, _ = m3.left_pad(prompts, pad_id, tokens.device)
-    ids = torch.cat([ids.repeat_interleave(unit, 0), tokens], 1)  # [B, L]
-    attention = torch.cat([attention.repeat_interleave(unit, 0), real.long()], 1)
-    n = tokens.shape[1]
-    if kernel == "local":  # needs no more of the vocabulary than what head_terms keeps of each chunk
-        read = ids[:, -n - 1:-1][real]
-        parts = [ntk.head_terms(model, delta_D[None], delta_R[None], read[None, c]) for c, delta_D, delta_R in residuals]
-        terms = {name: torch.cat([part[name] for part in parts], 1 if name[:4] == "grad" else 2) for name in parts[0]}
-        for name, flat in terms.items():  # [1, T, d] or [k, 1, T] -> [B, N, d] or [k, B, N], 0 where masked
-            place = real if name[:4] == "grad" else (slice(None), real)
-            terms[name] = flat.new_zeros(*real.shape, flat.shape[-1]) if place is real else flat.new_zeros(len(flat), *real.shape)
-            terms[name][place] = flat[0] if place is real else flat[:, 0]
-        K, cos = ntk.finish(ntk.local_terms(model, ids, attention, n, terms, unit), terms["dots"])
-    else:
-        _, *flat = zip(*residuals)
-        full = [torch.cat(part).new_zeros(*real.shape, part[0].shape[-1]) for part in flat]
-        for delta, part in zip(full, flat):
-            delta[real] = torch.cat(part)
-        K, cos = ntk.kdr(model, ids, attention, *full, kernel, **({"generator": generator} if kernel == "hutchinson" else {}))
-    return K[real], cos[real]
-
 # --- The run ---------------------------------------------------------------------------------------------------------
+
+def load(flags, device):
+    """(model as it starts, other teacher or None, tokenizer, eos_ids, few-shot rows, problems, held-out problems)."""
+    toy, dtype, other = flags.model == "toy", getattr(torch, flags.dtype), None
+    fields = {name: vars(flags)[f"{name}_field"] for name in FIELDS}
+    if flags.dataset == "toy":  # the held-out problems are the same for every seed
+        parts = [[row | {"kind": "toy" if toy else "gsm8k"} for row in rows]
+                 for rows in (toy_rows(4096, flags.seed), toy_rows(flags.eval_limit, 0, heldout=True))]
+    else:  # progress is watched on validation rows; the test split is for --eval-split test, once, at the end
+        parts = [load_rows(flags.dataset, split, fields, 0) for split in ("train", flags.eval_split)]
+    for turn in (False, True):  # rank 0 first: what it makes or downloads, the others find
+        if turn == (RANK > 0):
+            base, tokenizer, eos_ids = load_model(toy_model() if toy else flags.model, dtype, device)
+            if flags.teacher != "privileged":  # another model, which reads the student's own prompt
+                path = toy_model(flags.teacher) if flags.teacher in TOY_TEACHERS else flags.teacher
+                other, its_tokenizer, _ = load_model(path, dtype, device, "--teacher")
+                with or_fail(f"--teacher {flags.teacher} does not fit"):
+                    m3.check_teacher(tokenizer, its_tokenizer, (flags.model, flags.teacher),
+                                     [x.get_output_embeddings().weight.shape[0] for x in (base, other)])
+        gather(turn)
+    context = min(getattr(m.config.get_text_config(), "max_position_embeddings", None) or 10**9 for m in (base, other or base))
+    shots = parts[0][:flags.few_shot]
+    problems, held_out = (encode_rows(rows, tokenizer, context, flags.max_new_tokens, shots,
+                                      "none" if other else flags.hint) for rows in parts)
+    top = max(tokenizer.pad_token_id, *(max(r["prompt_ids"] + r["teacher_ids"]) for r in problems + held_out))
+    if top >= (known := base.get_input_embeddings().num_embeddings):
+        fail(f"--model {flags.model}: its tokenizer gives id {top}, it has {known} embeddings: not of one model")
+    return base, other, tokenizer, eos_ids, shots, problems, held_out[:flags.eval_limit]
 
 def train(flags):
     """sample -> reward -> score -> conflict -> seed -> backward -> step -> log. Returns the summary."""
     with or_fail(f"--device {flags.device} cannot be used"):
+        if WORLD > 1:
+            flags.device += f":{os.environ['LOCAL_RANK']}" if flags.device == "cuda" else ""
+            torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in flags.device else "gloo")
+            sys.stdout = sys.stdout if RANK == 0 else open(os.devnull, "w")
         device = torch.empty(0, device=flags.device).device
     torch.set_num_threads(flags.threads or torch.get_num_threads())
-    out = pathlib.Path(flags.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{flags.method}")
+    out = pathlib.Path(gather(flags.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{flags.method}")[0])
     unread, resumed = (f"--resume: cannot read {out}/last with these flags; to take an earlier checkpoint:"
                        f" ln -sfn checkpoint-N {out}/last"), None
     if flags.resume:
@@ -564,33 +559,17 @@ def train(flags):
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
 
-    # --- problems, model, teacher ------------------------------------------------------------------------------------
-    toy = flags.model == "toy"
-    fields = {"prompt": flags.prompt_field, "answer": flags.answer_field, "solution": flags.solution_field}
-    if flags.dataset == "toy":  # the held-out problems are the same for every seed
-        parts = toy_rows(4096, flags.seed), toy_rows(flags.eval_limit, 0, heldout=True)
-        parts = [[row | {"kind": "toy" if toy else "gsm8k"} for row in rows] for rows in parts]
-    else:  # progress is watched on validation rows; the test split is for --eval-split test, once, at the end
-        parts = [load_rows(flags.dataset, split, fields, 0) for split in ("train", flags.eval_split)]
-    if toy:
-        tokenizer, base = toy_tokenizer(), toy_base(pathlib.Path("runs/cache")).to(device)
-        eos_ids = {tokenizer.eos_token_id}
-    else:
-        base, tokenizer, eos_ids = load_model(flags.model, getattr(torch, flags.dtype), device)
+    # --- problems, student, teacher ----------------------------------------------------------------------------------
+    base, other, tokenizer, eos_ids, shots, problems, held_out = load(flags, device)
     base.requires_grad_(False)
-    no_adapter = contextlib.nullcontext
+    no_adapter, pad_id = contextlib.nullcontext, tokenizer.pad_token_id
     if flags.lora_rank:  # the teacher is the same weights with the adapter switched off: no second copy
         model = teacher = m3.add_lora(base, flags.lora_rank, flags.seed)
         no_adapter = functools.partial(m3.lora_off, model)
     else:
         model, teacher = copy.deepcopy(base).requires_grad_(True), base
-    if flags.teacher != "privileged":  # another model, which reads the student's own prompt
-        teacher, its_tokenizer, _ = load_model(flags.teacher, getattr(torch, flags.dtype), device, "--teacher")
-        with or_fail(f"--teacher {flags.teacher} does not fit"):
-            m3.check_teacher(tokenizer, its_tokenizer, (flags.model, flags.teacher),
-                             [x.get_output_embeddings().weight.shape[0] for x in (model, teacher)])
-        teacher.requires_grad_(False)
-        no_adapter = contextlib.nullcontext
+    if other:
+        teacher, no_adapter = other.requires_grad_(False), contextlib.nullcontext
     with or_fail(unread):
         if resumed and flags.lora_rank:
             model.load_state_dict(resumed["adapter"], strict=False)
@@ -612,132 +591,135 @@ def train(flags):
     # bf16 weights would swallow small steps: the optimizer works on float32 copies, its moments are float32 with them.
     masters = [p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()) for p in params]
     optimizer = torch.optim.AdamW(masters, lr=flags.lr, weight_decay=flags.weight_decay)
-    pad_id = tokenizer.pad_token_id
-    shots = parts[0][:flags.few_shot]
-    context = min(getattr(m.config.get_text_config(), "max_position_embeddings", None) or 10**9 for m in (model, teacher))
-    problems, held_out = (encode_rows(rows, tokenizer, context, flags.max_new_tokens, shots,
-                                      flags.hint if flags.teacher == "privileged" else "none") for rows in parts)
-    held_out = held_out[:flags.eval_limit]
-    top, known = max(max(r["prompt_ids"] + r["teacher_ids"]) for r in problems + held_out), model.get_input_embeddings().num_embeddings
-    if max(top, pad_id) >= known:
-        fail(f"--model {flags.model}: its tokenizer gives id {max(top, pad_id)}, it has {known} embeddings: not of one model")
 
     # Everything but weights and moments is read back from the log, whose lines after the checkpoint are dropped.
-    first, s_bar, log, broken = 1, None, [], 0
+    first, s_bar, log, samples, broken, interrupted = 1, None, [], [], 0, []
     if resumed:
         with or_fail(unread):
             optimizer.load_state_dict(resumed["optimizer"])
+            optimizer.param_groups[0] |= {"lr": flags.lr, "weight_decay": flags.weight_decay}  # flags given again win
             for master, value in zip([m for m, p in zip(masters, params) if m is not p], resumed["masters"]):
                 master.data.copy_(value)
             teacher.load_state_dict(resumed.get("teacher", teacher.state_dict()))
             first, s_bar = resumed["step"] + 1, resumed["s_bar"]
-            log, samples = ([line for line in read_log(out, name) if line["step"] < first] for name in ("metrics", "samples"))
+            log, samples = ([line for line in read_log(out / f"{name}.jsonl") if line["step"] < first]
+                            for name in ("metrics", "samples"))
             assert [line["step"] for line in log] == list(range(first)), "metrics.jsonl lacks steps"
-        replace_text(out / "samples.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in samples))
-        for rest in out.glob(".*.tmp"):  # of a process that was killed while it wrote
+        for rest in out.glob(".*.tmp") if RANK == 0 else ():  # of a process that was killed while it wrote
             rest.unlink() if rest.is_symlink() or rest.is_file() else shutil.rmtree(rest)
     else:
-        (out / "config.json").write_text(json.dumps({k: v for k, v in vars(flags).items() if k not in NOT_SAVED}, indent=1))
-    replace_text(out / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in log))
-    held = sum(p.numel() * p.element_size() for m in {model, teacher} for p in m.parameters()) + 24 * sum(p.numel() for p in params)
+        replace_text(out / "config.json", json.dumps({k: v for k, v in vars(flags).items() if k not in NOT_SAVED}, indent=1))
+    for name, lines in ("metrics", log), ("samples", samples):
+        replace_text(out / f"{name}.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    size = sum(p.numel() for p in params)
+    held = sum(p.numel() * p.element_size() for m in {model, teacher} for p in m.parameters()) + 24 * size
     print(f"{flags.method} | seed {flags.seed} | {device}, {torch.get_num_threads()} threads | torch {torch.__version__},"
-          f" transformers {transformers.__version__} | {sum(p.numel() for p in params):,} trainable parameters, about"
-          f" {held / 2**30:.2g} GB for weights, moments and gradients, activations not counted | {out}")
-    interrupted = []
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, lambda number, frame: interrupted.append(number))
+          f" transformers {transformers.__version__} | {size:,} trainable parameters, about {held / 2**30:.2g} GB for weights,"
+          f" moments and gradients, activations not counted | {WORLD} process{'es' * (WORLD > 1)} | {out}")
+    [signal.signal(name, lambda number, frame: interrupted.append(number)) for name in (signal.SIGINT, signal.SIGTERM)]
 
     if first == 1:
-        accuracy, _ = evaluate(model, tokenizer, held_out, flags, eos_ids)
-        log.append(dict.fromkeys(METRICS) | {"step": 0, "accuracy": accuracy, "seconds": 0.0})
+        before, _ = evaluate(model, tokenizer, held_out, flags, eos_ids)
+        log.append(dict.fromkeys(METRICS) | {"step": 0, "accuracy": before, "seconds": 0.0})
         append_line(out / "metrics.jsonl", log[-1])
-    batch_size, group = flags.prompts_per_step * flags.group_size, flags.group_size
-    micro = flags.micro_batch or batch_size
+    group, share = flags.group_size, flags.prompts_per_step // WORLD
+    mine, rows_here = slice(RANK * share, RANK * share + share), share * group  # of this process
+    micro = flags.micro_batch or rows_here
     unit = min(micro, group)  # rows that share one reading of their prompt
-    chunks = lambda n: [slice(i, i + flags.vocab_chunk) for i in range(0, n, flags.vocab_chunk)]
+    chunks = lambda n: range(0, n, flags.vocab_chunk)
     due = lambda every, step: every > 0 and step % every == 0
-    bar = tqdm(range(first, flags.steps + 1), initial=first - 1, total=flags.steps, dynamic_ncols=True)
+    bar = tqdm(range(first, flags.steps + 1), initial=first - 1, total=flags.steps, dynamic_ncols=True, disable=RANK > 0)
     for step in bar:
         tick = time.time()
-        lr = flags.lr * min(1.0, step / max(flags.warmup, 1))
 
         # --- 1. sample: G responses to each of P problems ------------------------------------------------------------
         batch = [problems[i] for i in m3.draw_problems(len(problems), flags.prompts_per_step, flags.seed, step)]
         generator = torch.Generator().manual_seed(flags.seed * 1_000_003 + step)
-        uniforms = torch.rand(batch_size, flags.max_new_tokens, generator=generator)
-        at_once = flags.sample_batch or len(batch)
-        rollouts = [m3.sample(model, [p["prompt_ids"] for p in batch[i:i + at_once]], group, flags.max_new_tokens,
+        uniforms = torch.rand(len(batch), group, flags.max_new_tokens, generator=generator)[mine].flatten(0, 1)
+        asked, at_once = batch[mine], flags.sample_batch or share
+        rollouts = [m3.sample(model, [p["prompt_ids"] for p in asked[i:i + at_once]], group, flags.max_new_tokens,
                               flags.temperature, eos_ids=eos_ids, pad_id=pad_id, top_p=flags.top_p, top_k=flags.top_k,
-                              uniforms=uniforms[i * group:(i + at_once) * group]) for i in range(0, len(batch), at_once)]
+                              uniforms=uniforms[i * group:(i + at_once) * group]) for i in range(0, share, at_once)]
         longest = max(part[0].shape[1] for part in rollouts)
         tokens, mask = (torch.cat([torch.nn.functional.pad(part[k], (0, longest - part[k].shape[1]), value=fill)
                                    for part in rollouts]) for k, fill in ((0, pad_id), (1, False)))  # [B, N]
 
         # --- 2. reward: the verifier pays 0 or 1; the group is its own baseline --------------------------------------
-        texts = decode(tokenizer, tokens, mask)
-        owner = [batch[i // group] for i in range(batch_size)]
+        texts = m3.decode(tokenizer, tokens, mask)
+        owner = [asked[i // group] for i in range(rows_here)]
         rewards = torch.tensor([float(m3.verify(text, problem["answer"], problem["kind"]))
                                 for text, problem in zip(texts, owner)], device=device)  # [B]
         advantages = m3.group_advantages(rewards, group, flags.std)  # [B]
-        weights = m3.token_weights(mask, batch_size, mask.sum() if flags.reduction == "token" else None)  # [B, N]
+        weights = m3.token_weights(mask, len(batch) * group,  # of the whole step, all processes
+                                   sum(gather(mask.sum().item())) if flags.reduction == "token" else None)  # [B, N]
 
         # --- 3. score, find the conflicts, seed, go backward: once per micro-batch -----------------------------------
         # R and D are the two gradients of eqs 1 and 2, for the log or to be mixed; "update" is a method's own seed.
         wanted = ["R", "D"] if flags.method in MIX or due(flags.stats_every, step) else []
         wanted += [] if flags.method in MIX else ["update"]
+        wanted += ["g0", "g1"] if due(flags.occupancy_every, step) else []  # D of even and of odd responses alone
         grads = {name: [torch.zeros_like(p, dtype=torch.float32) for p in params] for name in wanted}
         seen = {name: [] for name in ["w", "A", "logp", "entropy", "D", "clipped", "alpha", "norm_R", "K", "cos"]}
-        siblings = m3.sdpo_siblings(rewards.tolist(), group)  # SDPO's teacher reads a successful other response
+        fold = torch.arange(rows_here, device=device) % group % 2  # [B]
+        siblings = m3.sdpo_siblings(rewards.tolist(), group) if flags.method == "sdpo" else [0] * rows_here
         look = flags.method in GATE or due(flags.kdr_every, step)
+        alone = flags.method == "grpo" and not look and wanted == ["update"]  # nobody asks the teacher: it is not run
 
-        def micro_batches():
+        def micro_batches(of_row):
             """Rows, the problems they answer, and the student's hidden states of their real tokens, with a graph."""
-            for i in range(0, batch_size, micro):
-                rows, owners = slice(i, i + micro), owner[i:i + micro:unit]
-                real = mask[rows]
+            for i in range(0, rows_here, micro):
+                rows, owners, real = slice(i, i + micro), owner[i:i + micro:unit], mask[i:i + micro]
                 model.train(flags.gradient_checkpointing)
                 h = m3.hidden_states(backbone, [p["prompt_ids"] for p in owners], tokens[rows], unit, pad_id,
                                      share=not flags.gradient_checkpointing)[real]
                 model.eval()
-                A = advantages[rows, None].expand_as(real)[real]
-                yield rows, owners, real, h, tokens[rows][real], A, weights[rows][real]  # h [T, d], y, A, w [T]
+                yield (rows, owners, real, h, tokens[rows][real], of_row[rows, None].expand_as(real)[real],
+                       weights[rows][real])  # h [T, d]; y, A, w [T]
 
-        for rows, owners, real, h, y, A, w in micro_batches():
+        for rows, owners, real, h, y, A, w in micro_batches(advantages):
             with torch.no_grad(), no_adapter():  # the teacher scores the same tokens; only what stands before them differs
                 shared, hinted = unit, [p["teacher_ids"] for p in owners]
-                if flags.method == "sdpo":
+                if flags.method == "sdpo":  # its teacher reads a successful other response
                     shared, hinted = 1, m3.encode(tokenizer, [m3.prompt_text(tokenizer, problem, shots, texts[sibling])
                                                            for problem, sibling in zip(owner[rows], siblings[rows])])
-                h_T = m3.hidden_states(teacher_backbone, hinted, tokens[rows], shared, pad_id)[real]
+                h_T = h if alone else m3.hidden_states(teacher_backbone, hinted, tokens[rows], shared, pad_id)[real]
             leaf = h.detach().requires_grad_()  # cut here: the seeds of all chunks add up in leaf_grads, then enter h at once
             leaf_grads = {name: torch.zeros_like(leaf) for name in wanted}
+            taught = (torch.tensor(siblings, device=device)[rows, None] >= 0).expand_as(real)[real]
+            odd = fold[rows, None].expand_as(real)[real]
+            part = {name: 2 * w * (odd == int(name[1])) if name[0] == "g" else w for name in wanted}
 
-            def signals(c):
-                """Logits z of one chunk, with a graph, and all that follows in closed form. Run again rather than kept."""
+            @functools.lru_cache(int(len(y) <= flags.vocab_chunk))  # a single chunk is kept, of several each is run again
+            def signals(i):
+                """Logits z of the chunk at token i, with a graph, and all that follows in closed form."""
+                c = slice(i, i + flags.vocab_chunk)
                 z = head(leaf[c]).float() / flags.temperature  # [chunk, V]
                 with torch.no_grad():
-                    z_S, z_T = z.detach(), teacher_head(h_T[c]).float() / flags.temperature  # no head has an adapter
+                    z_S, delta_R = z.detach(), m3.reward_residual(z.detach(), y[c], A[c])
+                    if alone:
+                        return c, z, z_S, z_S, torch.zeros_like(w[c]), w[c] < 0, 0.0, delta_R, delta_R
+                    z_T = teacher_head(h_T[c]).float() / flags.temperature  # no head has an adapter
                     D = m3.divergence(z_S, z_T, flags.divergence, flags.lam) * flags.distill_scale * taught[c]
                     clipped = D >= (flags.tau or math.inf) * flags.distill_scale
-                    delta_R = m3.reward_residual(z_S, y[c], A[c])
                     scale = flags.distill_scale * (~clipped & taught[c])[:, None]
-                    delta_D = scale * m3.distill_residual(z_S, z_T, flags.divergence, flags.lam)
                     delta_F = scale * m3.distill_residual(z_S, z_T, "fkl")  # what m3_seed and ntk.kdr call delta_D [eq 9]
-                return z, z_S, z_T, D, clipped, delta_D, delta_F, delta_R
+                return c, z, z_S, z_T, D, clipped, scale, delta_F, delta_R
 
-            taught = (torch.tensor(siblings, device=device)[rows, None] >= 0).expand_as(real)[real] | (flags.method != "sdpo")
             K = cos = None
             if look and flags.kernel != "logit":  # a pass of its own: the gate needs K before the seed can be formed
-                K, cos = token_kernel(model, flags.kernel, [p["prompt_ids"] for p in owners], tokens[rows], real, unit,
-                                      pad_id, ((c, *signals(c)[-2:]) for c in chunks(len(y))), generator)  # delta_F, delta_R
-            for c in chunks(len(y)):
-                z, z_S, z_T, D, clipped, delta_D, delta_F, delta_R = signals(c)
+                ids, attention, _ = m3.left_pad([p["prompt_ids"] for p in owners for _ in range(unit)], pad_id, device)
+                ids, attention = torch.cat([ids, tokens[rows]], 1), torch.cat([attention, real.long()], 1)  # [B, L]
+                K, cos = ntk.kdr_flat(model, ids, attention, real, ((delta_F, delta_R) for i in chunks(len(y))
+                                      for *_, delta_F, delta_R in [signals(i)]), flags.vocab_chunk, flags.kernel, unit, generator)
+            for i in chunks(len(y)):
+                c, z, z_S, z_T, D, clipped, scale, delta_F, delta_R = signals(i)
                 with torch.no_grad():
-                    if K is not None:
-                        K_c, cos_c = K[c], cos[c]
-                    else:  # --kernel logit; or K_DR is not due at this step, and nothing reads this stand-in
-                        K_c = (delta_F * delta_R).sum(-1)
-                        cos_c = K_c / (delta_F.norm(dim=-1) * delta_R.norm(dim=-1)).clamp(min=1e-12)
+                    delta_D = 0.0  # eq 1's gradient: M3's own seed needs delta_F alone, GRPO neither
+                    if not alone and (flags.method not in GATE or len(wanted) > 1):
+                        delta_D = scale * m3.distill_residual(z_S, z_T, flags.divergence, flags.lam)
+                    # Without K: --kernel logit; or K_DR is not due at this step, and nothing reads this stand-in.
+                    K_c = (delta_F * delta_R).sum(-1) if K is None else K[c]
+                    cos_c = K_c / (delta_F.norm(dim=-1) * delta_R.norm(dim=-1)).clamp(min=1e-12) if K is None else cos[c]
                     alpha = torch.full_like(K_c, SHARE.get(flags.method, flags.alpha))
                     if flags.method in GATE:
                         alpha = GATE[flags.method](K_c, cos_c, flags)
@@ -747,9 +729,7 @@ def train(flags):
                         if flags.method == "m3-eg":  # "update" is m_D for now, step 4 turns it into h_R(theta~)
                             seed = alpha[:, None] * m3.normalize(delta_F, flags.eps)
                     elif flags.method == "rlsd":  # the teacher scales A by at most lam * 0.2; lam fades out over 60 steps
-                        at = lambda logits: m3.log_softmax(logits).gather(-1, y[c, None])[:, 0]
-                        seed = m3.reward_residual(z_S, y[c], m3.rlsd_advantages(A[c], at(z_T), at(z_S),
-                                                                                0.5 * max(0.0, 1 - (step - 1) / 60)))
+                        seed = m3.rlsd_residual(z_S, z_T, y[c], A[c], 0.5 * max(0.0, 1 - (step - 1) / 60))
                     elif flags.method == "sdpo":  # no reward loss; rows without a successful sibling give nothing
                         seed = m3.sdpo_residual(z_S, z_T) * taught[c, None]
                     else:  # Hybrid = (1 - alpha) L_R + alpha L_D; GRPO and OPD are its ends
@@ -759,33 +739,48 @@ def train(flags):
                                             logp=log_ps.gather(-1, y[c, None])[:, 0], norm_R=delta_R.norm(dim=-1),
                                             entropy=-m3.kl(log_ps, torch.zeros_like(log_ps))).items():
                         seen[name].append(value)
-                for name, value in dict(update=seed, R=delta_R, D=delta_D).items():
-                    if name in wanted:
-                        m3.accumulate([leaf_grads[name], *grads[name]], z, [leaf, *params], value * w[c, None])
+                for name in wanted:
+                    value = dict(update=seed, R=delta_R).get(name, delta_D) * part[name][c, None]
+                    m3.accumulate([leaf_grads[name], *grads[name]], z, [leaf, *params], value)
             for name in wanted:
                 m3.accumulate(grads[name], h, params, leaf_grads[name])
-        seen = {name: torch.cat(values) for name, values in seen.items()}  # each [all response tokens]
+
+        def once_more(into, of_row, seed_of):
+            """Add the gradient of one more pass over the batch, with the weights as they are now."""
+            for *_, h, y, A, w in micro_batches(of_row):
+                leaf, leaf_grad = h.detach().requires_grad_(), torch.zeros_like(h)
+                for c in (slice(i, i + flags.vocab_chunk) for i in chunks(len(y))):
+                    z = head(leaf[c]).float() / flags.temperature
+                    seed = seed_of(m3.reward_residual(z.detach(), y[c], A[c]), w[c, None])
+                    m3.accumulate([leaf_grad, *into], z, [leaf, *params], seed)
+                m3.accumulate(into, h, params, leaf_grad)
+
+        if "g0" in wanted:  # h of [VLS E.1]: what moving the visited prefixes does to the loss, (L - baseline) grad log pi
+            L = torch.zeros(rows_here, device=device).index_add(0, mask.nonzero()[:, 0], torch.cat(seen["D"]))
+            L = (L / mask.sum(1)).view(-1, group)  # [P, G], each response's own loss
+            fold_mean = L[:, ::2].mean(1, keepdim=True), L[:, 1::2].mean(1, keepdim=True)
+            for k in (0, 1):  # the baseline is the other fold's mean
+                grads[f"h{k}"] = [torch.zeros_like(p, dtype=torch.float32) for p in params]
+                once_more(grads[f"h{k}"], (fold_mean[1 - k] - L).flatten() * (fold == k) * 2 / (len(batch) * group),
+                          lambda delta, w: delta)
+        add_up([g for gs in grads.values() for g in gs])
 
         # --- 4. M3-EG: peek at where the teacher's step leads, take the reward's gradient there, come back -----------
         if flags.method == "m3-eg":
             home = [p.detach().clone() for p in params]
-            with torch.no_grad():
-                for p, m_D in zip(params, grads["update"]):
-                    p.sub_(flags.eta_in * lr * m_D)  # theta~ = theta - eta_in m_D  [eq 15]
+            with torch.no_grad():  # theta~ = theta - eta_in m_D  [eq 15]
+                torch._foreach_sub_(params, [flags.eta_in * flags.lr * m_D for m_D in grads["update"]])
             grads["update"] = [torch.zeros_like(p, dtype=torch.float32) for p in params]
-            for rows, owners, real, h, y, A, w in micro_batches():
-                leaf = h.detach().requires_grad_()
-                leaf_grad = torch.zeros_like(leaf)
-                for c in chunks(len(y)):
-                    z = head(leaf[c]).float() / flags.temperature
-                    seed = m3.normalize(m3.reward_residual(z.detach(), y[c], A[c]), flags.eps)
-                    m3.accumulate([leaf_grad, *grads["update"]], z, [leaf, *params], seed * w[c, None])
-                m3.accumulate(grads["update"], h, params, leaf_grad)
+            once_more(grads["update"], advantages, lambda delta, w: w * m3.normalize(delta, flags.eps))
+            add_up(grads["update"])
             with torch.no_grad():
-                for p, value in zip(params, home):
-                    p.copy_(value)  # bit for bit: nothing is differentiated through the peek
+                torch._foreach_copy_(params, home)  # bit for bit: nothing is differentiated through the peek
 
         # --- 5. step -------------------------------------------------------------------------------------------------
+        ended = torch.isin(tokens, torch.tensor(sorted(eos_ids), device=device)).logical_and(mask).any(1)
+        seen |= {"reward": [rewards], "advantage": [advantages], "length": [mask.sum(1)], "ended": [ended]}
+        everyones = gather({name: torch.cat(values).cpu() for name, values in seen.items()})
+        seen = {name: torch.cat([part[name] for part in everyones]) for name in seen}  # [all tokens] or [all responses]
         geometry = ntk.geometry(grads["R"], grads["D"]) if "R" in wanted else dict.fromkeys(["norm_D", "kappa", "phi"])
         if flags.method in MIX:
             w_R, w_D = MIX[flags.method](geometry)
@@ -801,48 +796,45 @@ def train(flags):
         for master, grad in zip(masters, grads["update"]):
             master.grad = grad
         grad_norm = torch.nn.utils.clip_grad_norm_(masters, flags.clip).item()
-        if math.isfinite(grad_norm):
-            broken = 0
-            for settings in optimizer.param_groups:
-                settings["lr"] = lr
+        broken = 0 if math.isfinite(grad_norm) else broken + 1
+        if broken == 0:
             optimizer.step()
             with torch.no_grad():
-                for p, master in zip(params, masters):
-                    p.copy_(master)
-                for p_T, p in zip(teacher.parameters(), model.parameters()):
-                    if flags.method == "sdpo":
-                        p_T.lerp_(p, 0.05)  # SDPO's teacher: an EMA of the student
-                    elif flags.method == "rlsd" and due(20, step):
-                        p_T.copy_(p)  # RLSD's teacher: the student of the last multiple of 20 steps
+                torch._foreach_copy_(params, masters)
+                if flags.method == "sdpo":  # its teacher: an EMA of the student
+                    torch._foreach_lerp_(list(teacher.parameters()), params, 0.05)
+                elif flags.method == "rlsd" and due(20, step):  # its teacher: the student of the last multiple of 20 steps
+                    torch._foreach_copy_(list(teacher.parameters()), params)
         else:
-            broken += 1
-            torch.save({"step": step, "tokens": tokens, "mask": mask, "rewards": rewards}, out / f"non-finite-{step}.pt")
+            torch.save(dict(step=step, tokens=tokens, mask=mask, rewards=rewards), out / f"non-finite-{step}-rank-{RANK}.pt")
             tqdm.write(f"step {step}: gradient norm is {grad_norm}; step not applied, batch saved in {out}")
 
         # --- 6. log --------------------------------------------------------------------------------------------------
-        ended = torch.isin(tokens, torch.tensor(sorted(eos_ids), device=device)).logical_and(mask).any(1)
         line = dict.fromkeys(METRICS) | {
-            "step": step, "reward": rewards.mean().item(),
-            "loss_R": -(seen["w"] * seen["A"] * seen["logp"]).sum().item(), "loss_D": loss_D, "grad_norm": grad_norm,
+            "step": step, "reward": seen["reward"].mean().item(),
+            "loss_R": -(seen["w"] * seen["A"] * seen["logp"]).sum().item(), "loss_D": None if alone else loss_D, "grad_norm": grad_norm,
             "kappa": geometry["kappa"], "phi": geometry["phi"], "alpha_eff": seen["alpha"].mean().item(),
             **(ntk.conflict_share(seen["K"], seen["cos"], torch.ones_like(rewarded)) if look else {}),
-            "zero_advantage": (advantages == 0).float().mean().item(), "clipped": seen["clipped"].float().mean().item(),
-            "entropy": seen["entropy"].mean().item(), "length": mask.sum(1).float().mean().item(),
-            "truncated": (~ended).float().mean().item(), "lr": lr,
+            "zero_advantage": (seen["advantage"] == 0).float().mean().item(), "clipped": seen["clipped"].float().mean().item(),
+            "entropy": seen["entropy"].mean().item(), "length": seen["length"].float().mean().item(),
+            "truncated": (~seen["ended"]).float().mean().item(), "lr": flags.lr,
             "mu": ntk.learning_signal(geometry["norm_D"], loss_D) if geometry["norm_D"] and loss_D > 0 else None}
+        if "g0" in wanted:
+            line |= {f"occupancy_{k}": v for k, v in ntk.occupancy(*(grads[k] for k in ("g0", "g1", "h0", "h1"))).items()}
         line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
         line["collapsed"] = step >= 10 and all(x["reward"] < 0.05 for x in [*log[-9:], line])
-        if due(flags.eval_every, step) or step == flags.steps or (flags.stop_on_collapse and line["collapsed"]):
+        done = step == flags.steps or (flags.stop_on_collapse and line["collapsed"])
+        if due(flags.eval_every, step) or done:
             line["accuracy"], greedy = evaluate(model, tokenizer, held_out, flags, eos_ids)
             for problem, text in list(zip(held_out, greedy))[:2]:
-                right = m3.verify(text, problem["answer"], problem["kind"])
-                tqdm.write(f"[{step}] {problem['question']} -> {text!r} ({'right' if right else 'wrong'})")
+                tqdm.write(f"[{step}] {problem['question']} -> {text!r} (right: {problem['answer']})")
+            texts = sum(gather(texts), [])
             for i, problem in enumerate(batch):
                 append_line(out / "samples.jsonl", {"step": step, "prompt": problem["question"], "answer": problem["answer"],
                                                     "completions": texts[i * group:(i + 1) * group],
-                                                    "rewards": rewards[i * group:(i + 1) * group].tolist()})
+                                                    "rewards": seen["reward"][i * group:(i + 1) * group].tolist()})
         line["seconds"] = log[-1]["seconds"] + time.time() - tick
-        line["tokens_per_second"] = mask.sum().item() / (time.time() - tick)
+        line["tokens_per_second"] = seen["length"].sum().item() / (time.time() - tick)
         log.append(line)
         append_line(out / "metrics.jsonl", line)
         if broken == 3:
@@ -854,27 +846,30 @@ def train(flags):
         bar.set_postfix({k: f"{v:.3g}" for k, v in shown.items() if v is not None})
 
         # --- 7. save -------------------------------------------------------------------------------------------------
-        done = step == flags.steps or (flags.stop_on_collapse and line["collapsed"])
-        if due(flags.save_every, step) or done or interrupted:
-            state = {"optimizer": optimizer.state_dict(), "step": step, "s_bar": s_bar,
+        stop = max(gather(interrupted[0] if interrupted else 0))  # a signal to one is a signal to all
+        if due(flags.save_every, step) or done or stop:
+            state = {"optimizer": optimizer.state_dict(), "step": step, "s_bar": s_bar, "adapter": m3.lora_state(model),
                      "masters": [m.data for m, p in zip(masters, params) if m is not p]}
-            if flags.lora_rank:
-                state["adapter"] = m3.lora_state(model)
             if flags.method in ("rlsd", "sdpo"):  # everyone else's teacher is the initial policy
                 state["teacher"] = teacher.state_dict()
-            save_checkpoint(out, step, model, tokenizer, state)
-        if interrupted:
+            RANK or save_checkpoint(out, step, model, tokenizer, state)
+        if stop:
             bar.close()
-            fail(f"stopped by signal {interrupted[0]} after step {step}; saved. Go on with --resume {out}", 128 + interrupted[0])
+            fail(f"stopped by signal {stop} after step {step}; saved. Go on with --resume {out}", 128 + stop)
         if done:
             break
-    extra = {}
+    extra = gather({})[RANK]  # once rank 0 has saved
+    if flags.method == "opd":  # what [VLS] asks of a distillation that stalls
+        ended = type(base).from_pretrained(out / "last", dtype=base.dtype).to(device).eval()
+        with m3.lora_off(base):  # base: as it was before the first step
+            extra["accuracy_teacher"], _ = evaluate(teacher, tokenizer, held_out, flags, eos_ids, "teacher_ids")
+            extra |= ntk.stall(base, ended, *m3.left_pad([row["prompt_ids"] for row in held_out], pad_id, device),
+                               [line["loss_D"] for line in log[1:] if line["loss_D"] is not None])
     if flags.swa:  # of merged weights: with LoRA, the mean of A times the mean of B would be another model
         folders = sorted(out.glob("checkpoint-*"), key=lambda f: int(f.name.split("-")[1]))[-2:]
         both = [type(base).from_pretrained(folder, dtype=base.dtype).to(device).eval() for folder in folders]
-        with torch.no_grad():
-            for same in zip(*(m.parameters() for m in both)):
-                same[0].copy_(sum(same) / len(same))
+        for same in zip(*(m.parameters() for m in both)):
+            same[0].data = torch.stack(same).detach().mean(0)
         extra["accuracy_swa"], _ = evaluate(both[0], tokenizer, held_out, flags, eos_ids)
     return summarize(out, flags, log, len(held_out), extra)
 
@@ -886,6 +881,8 @@ def summarize(out, flags, log, held_out, extra):
     """summary.json and the table a user sees at the end."""
     steps, accuracy = log[1:], [line["accuracy"] for line in log if line["accuracy"] is not None]
     at = next((line["step"] for line in steps if line["collapsed"]), None)
+    if extra.get("accuracy_teacher", accuracy[0]) != accuracy[0]:
+        extra["gap_recovery"] = (accuracy[-1] - accuracy[0]) / (extra["accuracy_teacher"] - accuracy[0])
     summary = {"method": flags.method, "seed": flags.seed, "steps": log[-1]["step"], "accuracy_start": accuracy[0],
                "accuracy_end": accuracy[-1], "reward_first20": mean(line["reward"] for line in steps[:20]),
                "reward_last20": mean(line["reward"] for line in steps[-20:]),
@@ -896,80 +893,86 @@ def summarize(out, flags, log, held_out, extra):
                       before    after
 greedy accuracy       {summary['accuracy_start']:6.3f}   {summary['accuracy_end']:6.3f}   ({held_out} held-out problems)
 sampled reward        {summary['reward_first20']:6.3f}   {summary['reward_last20']:6.3f}   (mean of the first and last 20 steps)
-collapsed             {'no' if at is None else f'at step {at}'}
-seconds               {summary['seconds']:.0f} in {summary['steps']} steps
+collapsed             {'no' if at is None else f'at step {at}'}, {summary['steps']} steps in {summary['seconds']:.0f} seconds
 files                 {out}: metrics.jsonl, samples.jsonl, summary.json, last/ (from_pretrained loads it)""")
     return summary
 
 def plot(folders, file):
-    """Four panels from the logs alone: one line per method, the mean over its seeds, with their range as a band."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    runs = {}
+    """Panels from the logs alone: a line per method, or per teacher where these differ; mean and range over its seeds."""
+    with or_fail("--plot and --compare draw with matplotlib: pip install matplotlib"):
+        from matplotlib.figure import Figure
+    logs = {}
     for folder in map(pathlib.Path, folders):
         with or_fail(f"--plot: cannot read the config.json and metrics.jsonl of {folder}"):
-            method = json.loads((folder / "config.json").read_text())["method"]
-            runs.setdefault(method, []).append(read_log(folder))
-    panels = [("reward", "sampled reward, mean of 10 steps", 10), ("accuracy", "greedy accuracy", 1),
+            config = json.loads((folder / "config.json").read_text())
+            logs.setdefault((config["teacher"], config["method"]), []).append(read_log(folder / "metrics.jsonl"))
+    teachers = len({teacher for teacher, _ in logs}) > 1  # then the panels of [VLS]
+    panels = [("loss_D", "distillation loss, mean of 9 steps", 9), ("accuracy", "greedy accuracy", 1),
+              ("mu", "mu = |g|^2 / 2L, mean of 9 steps", 9)] if teachers else [
+              ("reward", "sampled reward, mean of 10 steps", 10), ("accuracy", "greedy accuracy", 1),
               ("kappa", "kappa = |g_R| / |g_D|, mean of 10", 10), ("conflict", "conflict share C_NTK, mean of 10", 10)]
-    figure, axes = plt.subplots(1, 4, figsize=(17, 3.8))
-    for axis, (key, title, window) in zip(axes, panels):
-        for number, (method, logs) in enumerate(runs.items()):
-            points = {}  # step: one value per seed
-            for log in logs:
-                known = [(line["step"], line[key]) for line in log if line[key] is not None]
-                for i, (step, _) in enumerate(known):
-                    points.setdefault(step, []).append(mean(value for _, value in known[max(0, i - window + 1):i + 1]))
-            x, y = zip(*sorted(points.items()) or [(0, [math.nan])])
-            color, style = f"C{number % 10}", "-" if number < 10 else "--"
-            axis.plot(x, [mean(values) for values in y], style, color=color, label=method, linewidth=1.4)
-            axis.fill_between(x, [min(v) for v in y], [max(v) for v in y], color=color, alpha=0.12, linewidth=0)
-        axis.set(title=title, xlabel="step", **({"yscale": "log"} if key == "kappa" else {"ylim": (0, 1)}))
-        axis.grid(alpha=0.25)
-    axes[2].axhline(5000, color="gray", linestyle=":", linewidth=1, label="5000: the rule says M3-Select")
-    axes[1].legend(fontsize=8, loc="lower right", ncol=1 + len(runs) // 5)
-    axes[2].legend(handles=axes[2].lines[-1:], fontsize=7, loc="upper left")
-    figure.tight_layout()
+    figure = Figure(figsize=(17, 3.8), layout="tight")
+    axes = figure.subplots(1, 4)
+
+    def smooth(log, key, window):
+        known = [(line["step"], line[key]) for line in log if line[key] is not None]
+        return {step: mean(value for _, value in known[max(0, i - window + 1):i + 1]) for i, (step, _) in enumerate(known)}
+
+    for number, ((teacher, method), runs) in enumerate(logs.items()):
+        look = dict(color=f"C{number % 10}", linestyle="-" if number < 10 else "--", linewidth=1.4)
+        for axis, (key, title, window) in zip(axes, panels):
+            curves = [smooth(log, key, window) for log in runs]
+            x = sorted(set().union(*curves)) or [0]
+            y = [[curve[step] for curve in curves if step in curve] or [math.nan] for step in x]
+            axis.plot(x, [mean(values) for values in y], label=teacher if teachers else method, **look)
+            axis.fill_between(x, [min(v) for v in y], [max(v) for v in y], color=look["color"], alpha=0.12, linewidth=0)
+            axis.set(title=title, xlabel="step", **({"yscale": "log"} if key in ("kappa", "loss_D", "mu") else {"ylim": (0, 1)}))
+        for loss, mu in ((smooth(log, "loss_D", 9), smooth(log, "mu", 9)) for log in runs * teachers):  # one line per seed
+            axes[3].plot([loss[step] / (loss[1] or 1) for step in mu], list(mu.values()), **look)
+            axes[3].set(title="mu against the loss that remains", xlabel="L / L_1", yscale="log")
+    [axis.grid(alpha=0.25) for axis in axes]
+    axes[1].legend(fontsize=8, loc="lower right", ncol=1 + len(logs) // 5)
+    if not teachers:
+        line = axes[2].axhline(5000, color="gray", linestyle=":", linewidth=1, label="5000: the rule says M3-Select")
+        axes[2].legend(handles=[line], fontsize=7, loc="upper left")
     figure.savefig(file, dpi=110)
     print(f"wrote {file}")
 
 def compare(flags):
-    """METHODS x seeds, each in its own single-threaded process; finished runs are kept, broken ones are resumed."""
-    out = pathlib.Path(flags.out or f"runs/{flags.preset or 'compare'}")
+    """METHODS or TEACHERS x seeds, each in its own single-threaded process; finished runs are kept, broken ones resumed."""
+    out, names = pathlib.Path(flags.out or f"runs/{flags.preset or 'compare'}"), flags.compare
     out.mkdir(parents=True, exist_ok=True)
-    if flags.model == "toy":
-        toy_base(pathlib.Path("runs/cache"))  # before the children, so that it is made once
-    given = {k: v for k, v in vars(flags).items()
-             if k not in [*NOT_SAVED, "method", "seed", "out"] and v != flags.defaults[k]}
-    passed = [x for k, v in given.items() for x in ([f"--{k.replace('_', '-')}"] + ([] if v is True else [str(v)]))]
-    folders = {(method, seed): out / f"{method}-{seed}" for seed in range(flags.seeds) for method in flags.compare}
+    if flags.model == "toy":  # made before the children start, so that it is made once
+        [toy_model(kind) for kind in ("base", *names) if kind == "base" or kind in TOY_TEACHERS]
+    passed = [x for k, v in vars(flags).items() if k not in [*NOT_SAVED, "out"] and v != flags.defaults[k]
+              for x in ([f"--{k.replace('_', '-')}"] + ([] if v is True else [str(v)]))]
 
     def one_run(key):
-        folder, started = folders[key], time.time()
+        (name, seed), folder, started = key, out / f"{key[0]}-{key[1]}", time.time()
         if (folder / "summary.json").exists():
-            return
+            return folder
         if folder.exists() and not (folder / "last").exists():
             shutil.rmtree(folder)  # it never reached a checkpoint
-        argv = [sys.executable, __file__, *passed, "--method", key[0], "--seed", str(key[1]), "--threads", "1",
-                "--resume" if folder.exists() else "--out", str(folder)]
+        argv = [sys.executable, __file__, *passed, *(["--method", name] if name in METHODS else ["--method", "opd", "--teacher", name]),
+                "--seed", str(seed), "--threads", "1", "--resume" if folder.exists() else "--out", str(folder)]
         with open(f"{folder}.log", "a") as log:
-            code = subprocess.run(argv, stdout=log, stderr=log).returncode
-        if code:
-            fail(f"{key[0]}, seed {key[1]} ended with {code}, see {folder}.log", code=1)
-        print(f"{key[0]}, seed {key[1]}: {time.time() - started:.0f} s", flush=True)
+            if code := subprocess.run(argv, stdout=log, stderr=log).returncode:
+                fail(f"{name}, seed {seed} ended with {code}, see {folder}.log", code=1)
+        print(f"{name}, seed {seed}: {time.time() - started:.0f} s", flush=True)
+        return folder
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(one_run, folders))
-    keys = ["accuracy_start", "accuracy_end", "reward_first20", "reward_last20", "kappa_mean", "conflict_mean"]
-    table = [["method", *keys, "collapsed", "at step"], ["---"] * (len(keys) + 3)]
-    for method in flags.compare:
-        runs = [json.loads((folders[method, seed] / "summary.json").read_text()) for seed in range(flags.seeds)]
-        columns = [[run[key] for run in runs if run[key] is not None] for key in keys]
-        cells = [f"{mean(v):.3g} ± {statistics.stdev(v) if len(v) > 1 else 0:.2g}" if v else "-" for v in columns]
+        keys = [(name, seed) for seed in range(flags.seeds) for name in names]
+        folders = dict(zip(keys, pool.map(one_run, keys)))
+    columns = ["accuracy_start", "accuracy_end", *("reward_first20 reward_last20 kappa_mean conflict_mean" if names[0] in METHODS
+               else "accuracy_teacher gap_recovery loss_reduction_max loss_reduction_final gamma d_par cka_min").split()]
+    table = [["method" if names[0] in METHODS else "teacher", *columns, "collapsed", "at step"], ["---"] * (len(columns) + 3)]
+    for name in names:
+        runs = [json.loads((folders[name, seed] / "summary.json").read_text()) for seed in range(flags.seeds)]
+        values = [[run[key] for run in runs if run.get(key) is not None] for key in columns]
+        cells = [f"{mean(v):.3g} ± {torch.tensor(v).std().item() if len(v) > 1 else 0:.2g}" if v else "-" for v in values]
         at = [str(run["collapsed_at"]) for run in runs if run["collapsed_at"] is not None]
-        table.append([method, *cells, f"{len(at)} of {len(runs)}", ", ".join(at) or "-"])
+        table.append([name, *cells, f"{len(at)} of {len(runs)}", ", ".join(at) or "-"])
     text = "".join("| " + " | ".join(row) + " |\n" for row in table)
     replace_text(out / "table.md", text)
     print(f"{text}mean ± standard deviation over {flags.seeds} seeds, saved in {out}/table.md")
@@ -977,24 +980,21 @@ def compare(flags):
 
 def main(argv=None):
     flags = parse_flags(argv)
-    if (flags.plot or flags.compare) and not importlib.util.find_spec("matplotlib"):
-        fail("--plot and --compare draw with matplotlib: pip install matplotlib")
     transformers.utils.logging.disable_progress_bar()
     if flags.plot:
-        plot(flags.plot, pathlib.Path(flags.plot[0]) / "curves.png")
-    elif flags.compare:
-        compare(flags)
-    else:
-        try:
-            with or_fail("the disk failed; make room, then --resume the folder", OSError, code=1):
-                summary = train(flags)
-        except torch.OutOfMemoryError:
-            fail("out of memory: lower --micro-batch, --sample-batch, --vocab-chunk or --max-new-tokens, or add"
-                 " --gradient-checkpointing", code=1)
-        except KeyboardInterrupt:  # from the first step on, Ctrl-C is train()'s: it saves
-            fail("stopped before the first step: nothing to save", code=130)
-        if flags.probe:
-            print(ntk.probe_verdict(summary["kappa_mean"], summary["conflict_mean"])[1])
+        return plot(flags.plot, pathlib.Path(flags.plot[0]) / "curves.png")
+    if flags.compare:
+        return compare(flags)
+    try:
+        with or_fail("the disk failed; make room, then --resume the folder", OSError, code=1):
+            summary = train(flags)
+    except torch.OutOfMemoryError:
+        fail("out of memory: lower --micro-batch, --sample-batch, --vocab-chunk or --max-new-tokens, or add"
+             " --gradient-checkpointing", code=1)
+    except KeyboardInterrupt:  # from the first step on, Ctrl-C is train()'s: it saves
+        fail("stopped before the first step: nothing to save", code=130)
+    flags.probe and print(ntk.probe_verdict(summary["kappa_mean"], summary["conflict_mean"])[1])
+    WORLD == 1 or torch.distributed.destroy_process_group()
 
 if __name__ == "__main__":
     main()
