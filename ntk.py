@@ -122,7 +122,7 @@ def _evaluation(model):
 def kdr_flat(model, input_ids, attention_mask, real, residuals, chunk, kernel, group_size=1, generator=None):
     """kdr() for a training loop: K and cos of the T tokens of real [B,N] alone, laid out flat -> [T], [T].
     residuals: (delta_D, delta_R) [chunk,V] by consecutive chunks of these T tokens. Of each, `local` keeps only [chunk,d]
-    (head_terms); the others put them together to [B,N,V]. Cost else as kdr()."""
+    (head_terms), and it runs only the groups with a reward signal; the others put them together to [B,N,V]."""
     n, options = real.shape[1], dict(generator=generator) if kernel == "hutchinson" else {}
     spread = lambda flat: flat.new_zeros(*real.shape, flat.shape[-1]).masked_scatter_(real[..., None], flat)  # [B,N,x]
     if kernel == "local":
@@ -130,7 +130,11 @@ def kdr_flat(model, input_ids, attention_mask, real, residuals, chunk, kernel, g
         parts = [head_terms(model, delta_D, delta_R, tokens) for (delta_D, delta_R), tokens in zip(residuals, read)]
         terms = {name: torch.cat([part[name] for part in parts], 0 if "grad" in name else 1) for name in parts[0]}
         terms = {name: spread(x) if "grad" in name else spread(x.T).movedim(-1, 0) for name, x in terms.items()}
-        K, cos = finish(local_terms(model, input_ids, attention_mask, n, terms, group_size), terms["dots"])
+        rows = (terms["dots"][1] * terms["dots"][2] > 0).any(1).view(-1, group_size).any(1).repeat_interleave(group_size)
+        terms = {name: x[rows] if "grad" in name else x[:, rows] for name, x in terms.items()}     # elsewhere K = cos = 0
+        K, cos = terms["dots"].new_zeros(2, *real.shape)
+        if rows.any():
+            K[rows], cos[rows] = finish(local_terms(model, input_ids[rows], attention_mask[rows], n, terms, group_size), terms["dots"])
     else:
         K, cos = kdr(model, input_ids, attention_mask, *(spread(torch.cat(x)) for x in zip(*residuals)), kernel, **options)
     return K[real], cos[real]
@@ -395,10 +399,7 @@ def main(argv=None):
     parser.error = lambda message: train.fail(message.replace("argument ", "") + " (see --help)")
     own, rest = parser.parse_known_args(argv)
     flags = train.parse_flags(["--out", "runs/ntk", "--dtype", "float32", *rest])
-    if own.rows_exact < 1:
-        train.fail("--rows-exact must be at least 1")
     train.transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(flags.threads or torch.get_num_threads())
     G, device = flags.group_size, torch.device(flags.device)
     base, other, tokenizer, eos_ids, _, problems, _ = train.load(flags, device)
     student = train.load_model(own.checkpoint, torch.float32, device)[0] if own.checkpoint else base
@@ -413,8 +414,8 @@ def main(argv=None):
         z, real, w = score(problems, tokens, G), mask[..., None], m3.token_weights(mask, len(mask))[..., None]
         with torch.no_grad():
             z_S, z_T = z.detach(), score(problems, tokens, G, "teacher_ids")
-            R = real * m3.reward_residual(z_S, tokens, A)
-            D, F = (real * m3.distill_residual(z_S, z_T, kind) for kind in ("jsd", "fkl"))
+            both = (m3.distill_residual(z_S, z_T, kind) for kind in ("jsd", "fkl"))
+            R, D, F = (real * x for x in (m3.reward_residual(z_S, tokens, A), *both))
         return R, F, *(torch.autograd.grad(z, params, w * x, retain_graph=True, materialize_grads=True) for x in (R, D))
     def clock(f):                                       # -> seconds, result
         start, result = time.perf_counter(), f()
@@ -442,8 +443,7 @@ def main(argv=None):
     few, y = [problems[i] for i in some], tokens[rows]                                          # y [b,N]
     # --- 1. the kernels; cheap ones are timed again when warm --------------------------------------------------------
     batch, found = (student, ids[rows], attention[rows], F[rows], R[rows]), {}
-    plain = lambda: torch.autograd.grad(score(few, y, G), params, R[rows], allow_unused=True)
-    step = min(clock(plain)[0] for _ in range(3))
+    step = min(clock(lambda: torch.autograd.grad(score(few, y, G), params, R[rows], allow_unused=True))[0] for _ in range(3))
     ways = [("logit", {}), ("local", {"group_size": G}), *((f"hutchinson, P={P}", {"probes": P}) for P in (1, 4, 16)), ("exact", {})]
     for name, way in ways[:2] + ways:
         found[name] = clock(lambda: kdr(*batch, name.split(",")[0], **way))

@@ -1357,6 +1357,21 @@ def test_local_is_exact_where_nothing_is_left_out():
     close(ntk.kdr(model, ids, mask, D, R, "local"), loop(model, ids, mask, D, R))
 
 
+@pytest.mark.parametrize("kernel", ["local", "exact", "logit"])
+def test_flat_tokens_by_chunks_are_the_same(kernel, monkeypatch):
+    model, (ids, mask, D, R) = small(), rows_of(B=6)
+    R[2:4] = 0  # a group without a reward signal: K = cos = 0, and `local` does not run it
+    real, ran, local = mask[:, -D.shape[1]:].bool(), [], ntk.local_terms
+    monkeypatch.setattr(ntk, "local_terms", lambda model, ids, *rest: ran.append(len(ids)) or local(model, ids, *rest))
+    for chunk in (4, 100):
+        pieces = list(zip(D[real].split(chunk), R[real].split(chunk)))
+        got = ntk.kdr_flat(model, ids, mask, real, pieces, chunk, kernel, 2)
+        close(got, [x[real] for x in ntk.kdr(model, ids, mask, D, R, kernel)])
+    assert ran[::2] == ([4, 4] if kernel == "local" else []) and (got[0] == 0).sum() >= real[2:4].sum()
+    if kernel == "local":  # no group at all has one
+        assert not torch.stack(ntk.kdr_flat(model, ids, mask, real, [(D[real], 0 * R[real])], 100, kernel, 2)).any()
+
+
 def test_low_precision():
     model, data = small(), rows_of()
     want = ntk.kdr(model, *data, "local")
@@ -1712,7 +1727,7 @@ def test_heat_map_escapes_and_wraps(tmp_path):
 
 @pytest.mark.parametrize("argv, word", [
     (["--no-such-flag"], "--no-such-flag"), (["--prompts-per-step", "0"], "--prompts-per-step"), (["--group-size", "1"], "--group-size"),
-    (["--lr", "x"], "--lr"), (["--length", "-1"], "--length"), (["--rows-exact", "0"], "--rows-exact"),
+    (["--lr", "x"], "--lr"), (["--length", "-1"], "--length"), (["--rows-exact", "x"], "--rows-exact"),
     (["--dataset", "gsm8k"], "--dataset"), (["--model", "./nowhere"], "--model"), (["--checkpoint", "./nowhere"], "nowhere")])
 def test_ntk_main_mistakes(world, monkeypatch, capsys, argv, word):
     monkeypatch.chdir(world)
@@ -2495,6 +2510,8 @@ def seeded_step(model, ids, tokens, mask, G, chunk=4096):
 
 @pytest.mark.benchmark
 def test_benchmark_toy_step():
+    """Where a step's time goes, and how far it is from its matrix products alone."""
+    import resource
     model, tok, rows, ids, sample = toy_batch()
     tokens, mask, _ = sample()
     teacher_ids = [row["teacher_ids"] for row in rows]
@@ -2508,36 +2525,61 @@ def test_benchmark_toy_step():
     full, attention = torch.cat([full, tokens], 1), torch.cat([attention, mask.long()], 1)
     delta = [torch.randn(*tokens.shape, len(tok)) * mask[..., None] * 0.1 for _ in range(2)]
     local = lambda: ntk.kdr(model, full, attention, *delta, kernel="local", group_size=8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    for p in model.parameters():
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in params])
+    for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.zeros_like(p)
+    z = model.lm_head(m3.hidden_states(model.base_model, ids, tokens, 8, 0))
+    statistics = lambda: ntk.geometry(*(torch.autograd.grad(z, params, x, retain_graph=True) for x in delta))
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    s, t, u, k, o, g = timed(sample, teacher, lambda: seeded_step(model, ids, tokens, mask, 8), local, optimizer.step,
-                             lambda: a @ b)
-    n, params = int(mask.sum()), sum(p.numel() for p in model.parameters())
-    floor = (2 * params * n + 6 * params * n) / (2 * 1024**3 / g)
-    report("toy step, 8 x 8 responses", tokens=n, sample=s, teacher=t, score_and_backward=u, kernel_local=k, optimizer=o,
-           grpo_step=s + u + o, m3_logit_step=s + t + u + o, m3_local_step=s + t + u + k + o, gemm_floor=floor,
-           grpo_over_floor=(s + u + o) / floor, m3_logit_over_grpo=(s + t + u + o) / (s + u + o),
-           m3_local_over_grpo=(s + t + u + k + o) / (s + u + o), local_over_forward_backward=k / u,
-           tokens_per_second=n / (s + u + o))
+    n, size = int(mask.sum()), sum(p.numel() for p in params)
+    weights = [p for name, p in model.named_parameters() if p.ndim == 2]
+    few, many = ([torch.randn(k, w.shape[1]) for w in weights] for k in (len(tokens), n))
+
+    def products():  # those of the model itself: once per sampled position, then forward and twice as much backward
+        with torch.no_grad():
+            for xs in [few] * tokens.shape[1] + [many] * 3:
+                [x @ w.T for x, w in zip(xs, weights)]
+
+    s, t, u, k, o, c, g, f = timed(sample, teacher, lambda: seeded_step(model, ids, tokens, mask, 8), local, optimizer.step,
+                                   statistics, lambda: a @ b, products)
+    floor = 8 * size * n / (2 * 1024**3 / g)  # 2 per sampled, 6 per trained token and parameter
+    report("toy step, 8 x 8 responses", tokens=n, sample=s, teacher=t, score_and_backward=u, kernel_local=k, statistics=c,
+           optimizer=o, grpo_step=s + u + o, m3_logit_step=s + t + u + o, m3_local_step=s + t + u + k + o, gemm_floor=floor,
+           grpo_over_floor=(s + u + o) / floor, own_products=f, grpo_over_own_products=(s + u + o) / f,
+           m3_logit_over_grpo=(s + t + u + o) / (s + u + o), m3_local_over_grpo=(s + t + u + k + o) / (s + u + o),
+           local_over_forward_backward=k / u, tokens_per_second=n / (s + u + o),
+           peak_gigabytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 
 @pytest.mark.benchmark
-def test_benchmark_sampling_against_generate():
-    model, tok, rows, ids, sample = toy_batch()
-    left, attention, _ = m3.left_pad([p for p in ids for _ in range(8)], 0)
+@pytest.mark.parametrize("toy", [True, False], ids=["toy", "real"])
+def test_benchmark_sampling_against_generate(toy):
+    if toy:
+        (model, tok, _, ids, _), G, N = toy_batch(), 8, 24
+        eos_ids, repeats = {tok.eos_token_id}, 7
+    else:
+        if not os.environ.get("M3_REAL_MODEL"):
+            pytest.skip("set M3_REAL_MODEL to the folder of a small real model, SmolLM2-135M for one")
+        model, tok, eos_ids = train.load_model(os.environ["M3_REAL_MODEL"], torch.float32, "cpu")
+        ids = m3.encode(tok, [m3.prompt_text(tok, row | {"kind": "gsm8k"}) for row in train.toy_rows(2, 5)])
+        G, N, repeats = 4, 64, 3
+    pad = tok.pad_token_id
+    left, attention, _ = m3.left_pad([p for p in ids for _ in range(G)], pad)
     produced = []
+    sample = lambda: m3.sample(model, ids, G, N, eos_ids=eos_ids, pad_id=pad, generator=torch.Generator().manual_seed(0))
 
     def generate():
         torch.manual_seed(0)
         out = model.generate(left, attention_mask=attention, do_sample=True, temperature=1.0, top_p=1.0, top_k=0,
-                             max_new_tokens=24, eos_token_id=tok.eos_token_id, pad_token_id=0)[:, left.shape[1]:]
-        produced.append(int((out != 0).sum()))
+                             max_new_tokens=N, eos_token_id=sorted(eos_ids), pad_token_id=pad)[:, left.shape[1]:]
+        ends = torch.isin(out, torch.tensor(sorted(eos_ids))).cumsum(1)
+        produced.append(int((ends.cumsum(1) <= 1).sum()))  # up to the first end token, that included
 
-    ours, theirs = timed(sample, generate)
+    ours, theirs = timed(sample, generate, repeats=repeats)
     n = int(sample()[1].sum())
-    report("sampling, toy, 8 x 8", ours=n / ours, generate=produced[-1] / theirs, ratio=n / ours / (produced[-1] / theirs))
+    report(f"sampling, {'toy' if toy else 'real model'}, {len(ids)} x {G} x {N}", ours=n / ours, generate=produced[-1] / theirs,
+           ratio=n / ours / (produced[-1] / theirs))
 
 
 @pytest.mark.benchmark

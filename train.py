@@ -510,6 +510,7 @@ def evaluate(model, tokenizer, rows, flags, eos_ids, prompt="prompt_ids"):
 
 def load(flags, device):
     """(model as it starts, other teacher or None, tokenizer, eos_ids, few-shot rows, problems, held-out problems)."""
+    torch.set_num_threads(flags.threads or torch.get_num_threads())
     toy, dtype, other = flags.model == "toy", getattr(torch, flags.dtype), None
     fields = {name: vars(flags)[f"{name}_field"] for name in FIELDS}
     if flags.dataset == "toy":  # the held-out problems are the same for every seed
@@ -544,7 +545,6 @@ def train(flags):
             torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in flags.device else "gloo")
             sys.stdout = sys.stdout if RANK == 0 else open(os.devnull, "w")
         device = torch.empty(0, device=flags.device).device
-    torch.set_num_threads(flags.threads or torch.get_num_threads())
     out = pathlib.Path(gather(flags.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{flags.method}")[0])
     unread, resumed = (f"--resume: cannot read {out}/last with these flags; to take an earlier checkpoint:"
                        f" ln -sfn checkpoint-N {out}/last"), None
