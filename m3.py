@@ -455,8 +455,8 @@ def log_softmax(logits):
 def normalize(residual, eps):
     """delta / (||delta|| + eps) over the vocabulary [eq 10]. [..., V] -> [..., V], norms in [0, 1); 0 stays 0.
 
-    eps is a real hyper-parameter, in units of a residual's norm (fkl's: 0 .. sqrt 2, the reward's: times |A|): residuals far below it stay small,
-    those far above it become unit vectors. 1e-8 lifts a token with ||delta|| = 1e-4 to the force of one with 1.
+    eps is a real hyper-parameter, in units of a residual's norm (fkl's: 0 .. sqrt 2, the reward's: times |A|): far below
+    it residuals stay small, far above it they become unit vectors. 1e-8 lifts a token with ||delta|| = 1e-4 to the force of one with 1.
     """
     return residual / (residual.norm(dim=-1, keepdim=True) + eps)
 

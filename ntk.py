@@ -2,20 +2,19 @@
 
     python ntk.py               # measures them on rollouts of the toy model, and draws a token heat map
 
-K_DR(n) = <J^n delta_D, J^n delta_R> [M3 eq 9], J^n = dz^n/dtheta as [d_par, V], says whether the teacher's push at token n helps
-(>= 0) or fights (< 0: a conflict) the reward's. Four kernels with one signature; the tests hold them to each other:
+K_DR(n) = <J^n delta_D, J^n delta_R> [M3 eq 9], J^n = dz^n/dtheta as [d_par, V], says whether the teacher's push at token n
+helps (>= 0) or fights (< 0: a conflict) the reward's. Four kernels with one signature; the tests hold them to each other:
     exact       2 vector-Jacobian products per position: the definition
     hutchinson  random signs, 2 vjp + 2 jvp per probe: unbiased, noisy
     local       every parameter's position-local path, streamed: one forward + backward of a doubled batch
     logit       isotropic kernel delta_D . delta_R: free
 
 Beside the papers: (1) none says how to compute K_DR: all four ways are ours. (2) `local` leaves out the paths through keys
-and values: on toy models its sign is exact's on 93 to 99 % of the tokens and its cos correlates at .99, but sum |K| is
-.5 to .8 of it, and .3 on a real model of 30 layers. So take it for the sign and the cosine, not for the size.
-(3) Biases, norms, (tied) embeddings count like any weight; frozen parameters never do.
-[M3] = arXiv 2609.34849, [VLS] = arXiv 2610.11247. Needs torch alone (local: a transformers model); models come back as
-they were. Shapes: B rows, L columns, N response positions (the last N columns), P = L-N-1 columns before the first that
-predicts a response token, V vocabulary, d hidden.
+and values: on toy models its sign is exact's on 93 to 99 % of the tokens and its cos correlates at .99, but sum |K| is .5
+to .9 of it, and .3 on a real model of 30 layers. So take it for the sign and the cosine, not for the size. (3) Biases,
+norms, (tied) embeddings count like any weight; frozen parameters never do. [M3] = arXiv 2609.34849, [VLS] = arXiv
+2610.11247. Needs torch alone (local: a transformers model); models come back as they were. Shapes: B rows, L columns, N
+response positions (the last N columns), P = L-N-1 columns before the first that predicts a response token, V vocabulary.
 """
 import inspect, math
 from contextlib import ExitStack, contextmanager
@@ -134,7 +133,8 @@ def kdr_flat(model, input_ids, attention_mask, real, residuals, chunk, kernel, g
         terms = {name: x[rows] if "grad" in name else x[:, rows] for name, x in terms.items()}     # elsewhere K = cos = 0
         K, cos = terms["dots"].new_zeros(2, *real.shape)
         if rows.any():
-            K[rows], cos[rows] = finish(local_terms(model, input_ids[rows], attention_mask[rows], n, terms, group_size), terms["dots"])
+            run = local_terms(model, input_ids[rows], attention_mask[rows], n, terms, group_size)
+            K[rows], cos[rows] = finish(run, terms["dots"])
     else:
         K, cos = kdr(model, input_ids, attention_mask, *(spread(torch.cat(x)) for x in zip(*residuals)), kernel, **options)
     return K[real], cos[real]
@@ -222,7 +222,7 @@ def _adder(grads, terms, outs):
     def forward_hook(module, args, out):
         if isinstance(module, nn.Embedding):
             outs[module] = out.requires_grad_()                                     # the backward pass ends here
-        if isinstance(module, nn.Embedding) or not out.requires_grad:               # then it is unit()'s own call, below, that fires this hook again
+        if isinstance(module, nn.Embedding) or not out.requires_grad:               # no gradient: unit()'s own call, below
             return
         if module in outs or (out.shape[0] // 2, out.shape[1]) != terms.shape[1:]:
             raise ValueError(f"{type(module).__name__} does not run once per position: use --kernel logit")
@@ -351,18 +351,19 @@ def parameter_change(model, start_state):
     return (change / start) ** 0.5
 
 @torch.no_grad()
-def stall(start, end, input_ids, attention_mask, position_ids, losses):
+def stall(start, end, prompts, losses):
     """What [VLS] tabulates of a run: loss reductions 1 - L/L_1 at the smallest and at the last loss, decay rate
-    gamma = log(L_1/L_T)/2T per step, d_par, and linear CKA per layer of the prompts [n,L] (mean over their tokens)."""
+    gamma = log(L_1/L_T)/2(T-1) per step, d_par (None where weights are rounded to 16 bits) and linear CKA per layer of
+    the prompts, many lists of ids (mean over their tokens, one prompt at a time)."""
     state = {name.replace(".base.", "."): p for name, p in start.state_dict().items()}         # under adapters: the base
-    seen = [[(h.double() * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True) for h in model.base_model(
-        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, output_hidden_states=True,
-        use_cache=False).hidden_states[1:]] for model in (start, end)]                          # [2][layers] of [n,d]
+    read = lambda model, ids: [h.double().mean(1) for h in model.base_model(input_ids=torch.tensor(
+        [ids], device=model.device), output_hidden_states=True, use_cache=False).hidden_states[1:]]
+    seen = [[torch.cat(h) for h in zip(*(read(model, ids) for ids in prompts))] for model in (start, end)]       # of [n,d]
     cka, first, last = [linear_cka(*pair) for pair in zip(*seen)], losses[0], losses[-1]
-    return dict(loss_reduction_max=1 - min(losses) / first if first else None,
-                loss_reduction_final=1 - last / first if first else None,
-                gamma=math.log(first / last) / (2 * max(len(losses) - 1, 1)) if min(first, last) > 0 else None,
-                d_par=parameter_change(end, state), cka=cka, cka_min=min(cka))
+    gamma = math.log(first / last) / (2 * max(len(losses) - 1, 1)) if min(first, last) > 0 else None
+    reduction = lambda loss: 1 - loss / first if first else None
+    return dict(loss_reduction_max=reduction(min(losses)), loss_reduction_final=reduction(last), gamma=gamma, cka=cka,
+                cka_min=min(cka), d_par=parameter_change(end, state) if end.dtype.itemsize > 2 else None)
 
 # ----------------------------------------------------------------------------------------------- python ntk.py
 def heat_map(out, panels):
@@ -390,19 +391,20 @@ def heat_map(out, panels):
     (out / "heatmap.html").write_text("\n".join(page), encoding="utf-8")
 
 def main(argv=None):
-    """Measure one batch of rollouts at token, response and batch level. Models and problems come by way of train.py."""
+    """Measure one batch of rollouts at token, response and batch level; all weights count, of a run with adapters too. The
+    flags of train.py that choose model, teacher, data, rollouts, seed, threads, device and --out work here as well."""
     import argparse, pathlib, time
     import m3, train
-    parser = argparse.ArgumentParser("ntk.py", allow_abbrev=False, description=main.__doc__ + " Its flags work too.")
+    parser = argparse.ArgumentParser("ntk.py", allow_abbrev=False, description=main.__doc__)
     parser.add_argument("--checkpoint", default="", help="a run's: the student; --model is where it started, and teaches")
     parser.add_argument("--rows-exact", default=16, type=int, help="responses for the kernels, in whole groups [16]")
     parser.error = lambda message: train.fail(message.replace("argument ", "") + " (see --help)")
     own, rest = parser.parse_known_args(argv)
     flags = train.parse_flags(["--out", "runs/ntk", "--dtype", "float32", *rest])
-    train.transformers.utils.logging.disable_progress_bar()
-    G, device = flags.group_size, torch.device(flags.device)
+    with train.or_fail(f"--device {flags.device} cannot be used"):
+        G, device = flags.group_size, torch.empty(0, device=flags.device).device
     base, other, tokenizer, eos_ids, _, problems, _ = train.load(flags, device)
-    student = train.load_model(own.checkpoint, torch.float32, device)[0] if own.checkpoint else base
+    student = train.load_model(own.checkpoint, torch.float32, device, "--checkpoint")[0] if own.checkpoint else base
     teacher, problems, pad = other or base, problems[:flags.prompts_per_step], tokenizer.pad_token_id
     parts, params = dict(prompt_ids=m3.split_head(student), teacher_ids=m3.split_head(teacher)), list(student.parameters())
     torch.manual_seed(flags.seed)
@@ -430,11 +432,10 @@ def main(argv=None):
                                 flags.temperature, eos_ids=eos_ids, pad_id=pad)                 # [B,N]
     asked, mean = [p for p in problems for _ in range(G)], lambda x: sum(x) / len(x)
     rewards = torch.tensor([float(m3.verify(text, p["answer"], p["kind"])) for text, p in
-                            zip(m3.decode(tokenizer, tokens, mask), asked)], device=device)  # [B]
+                            zip(m3.decode(tokenizer, tokens, mask), asked)], device=device)                  # [B]
     A = m3.group_advantages(rewards, G)
-    mixed = [i for i in range(len(problems)) if A[i * G] != 0]
-    if not mixed:
-        train.fail("every group is all right or all wrong: raise --prompts-per-step, --group-size or --few-shot", code=1)
+    mixed = [i for i in range(len(problems)) if A[i * G] != 0] or train.fail(
+        "every group is all right or all wrong: raise --prompts-per-step, --group-size or --few-shot", code=1)
     R, F, g_R, g_D = signals(problems, tokens, mask, A, G)
     ids, attention, _ = m3.left_pad([p["prompt_ids"] for p in asked], pad, device)
     ids, attention = torch.cat([ids, tokens], 1), torch.cat([attention, mask.long()], 1)        # [B,L]
@@ -442,11 +443,10 @@ def main(argv=None):
     rows = torch.tensor([i * G + j for i in some for j in range(G)], device=device)
     few, y = [problems[i] for i in some], tokens[rows]                                          # y [b,N]
     # --- 1. the kernels; cheap ones are timed again when warm --------------------------------------------------------
-    batch, found = (student, ids[rows], attention[rows], F[rows], R[rows]), {}
+    batch = student, ids[rows], attention[rows], F[rows], R[rows]
     step = min(clock(lambda: torch.autograd.grad(score(few, y, G), params, R[rows], allow_unused=True))[0] for _ in range(3))
-    ways = [("logit", {}), ("local", {"group_size": G}), *((f"hutchinson, P={P}", {"probes": P}) for P in (1, 4, 16)), ("exact", {})]
-    for name, way in ways[:2] + ways:
-        found[name] = clock(lambda: kdr(*batch, name.split(",")[0], **way))
+    ways = {"logit": {}, "local": dict(group_size=G), **{f"hutchinson, P={P}": dict(probes=P) for P in (1, 4, 16)}, "exact": {}}
+    found = {name: clock(lambda: kdr(*batch, name.split(",")[0], **ways[name])) for name in [*ways][:2] + [*ways]}
     K, cos = found["exact"][1]                                                                  # [b,N]
     on = K != 0
     table(f"1. Token level: {int(on.sum())} tokens with A != 0; training step of their {len(rows)} rows: {step:.3f} s",

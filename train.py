@@ -94,7 +94,7 @@ def parse_flags(argv):
     flag(g, "--dataset", "toy", "toy, gsm8k, svamp, arc, math, or a .json/.jsonl/.csv/.parquet file or folder of them")
     flag(g, "--teacher", "privileged", "the frozen initial model, shown the gold solution; or a folder or hub id; or in the toy"
          " world self-rl (the base model after GRPO) or larger (4 x the parameters, another style)")
-    flag(g, "--lora-rank", 0, "rank of adapters on every linear layer of the blocks, alpha is twice that; 0 trains all", not_negative)
+    flag(g, "--lora-rank", 0, "rank of adapters on all linear layers of the blocks, alpha is twice that; 0: none", not_negative)
     flag(g, "--few-shot", 0, "worked examples in front of every problem, for base models", not_negative)
     for name in FIELDS:
         flag(g, f"--{name}-field", "", f"column of a local file that holds the {name}")
@@ -130,7 +130,7 @@ def parse_flags(argv):
     flag(g, "--weight-decay", 0.0, "AdamW's, in [0, 1]", lambda v: 0 <= v <= 1)
     flag(g, "--clip", 1.0, "largest gradient norm, above 0", above_0)
     flag(g, "--micro-batch", 0, "rows per training pass, a multiple or divisor of --group-size; 0 is all", not_negative)
-    flag(g, "--sample-batch", 0, "prompts sampled at a time; 0 is all. Results depend on neither (hutchinson: on --micro-batch)", not_negative)
+    flag(g, "--sample-batch", 0, "prompts sampled at a time, 0 is all (neither changes a result, but hutchinson's)", not_negative)
     g.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations: less memory, more time")
     flag(g, "--vocab-chunk", 4096, "response tokens whose logits exist at one time, at least 1", at_least_1)
     g = parser.add_argument_group("run")
@@ -143,7 +143,7 @@ def parse_flags(argv):
     flag(g, "--stats-every", 1, "steps between kappa and phi (two extra backward passes); 0 is never")
     flag(g, "--kdr-every", 1, "steps between conflict shares in the log (M3's gates need K_DR anyway); 0 is never")
     flag(g, "--save-every", 50, "steps between checkpoints, at least 1; the last step is always saved", at_least_1)
-    flag(g, "--occupancy-every", 0, "steps between cross-fitted occupancy estimates (four extra backward passes); 0 is never")
+    flag(g, "--occupancy-every", 0, "steps between cross-fitted occupancies (4 backward passes, 2 forward); 0 is never")
     g.add_argument("--stop-on-collapse", action="store_true", help="end when reward stays below 0.05 for ten steps")
     g.add_argument("--swa", action="store_true", help="at the end, also evaluate the mean of the last two checkpoints")
     flag(g, "--out", "", "folder of this run; by default runs/<time>-<method>")
@@ -167,9 +167,8 @@ def parse_flags(argv):
         argv += ["--out", flags.resume]
     flags = parser.parse_args(argv)
     flags.defaults = {k: parser.get_default(k) for k in vars(flags)}
-    for name, ok in rules.items():
-        value = getattr(flags, name)
-        if not ok(value) or isinstance(value, float) and not math.isfinite(value):
+    for name, value in ((name, vars(flags)[name]) for name in rules):
+        if not rules[name](value) or isinstance(value, float) and not math.isfinite(value):
             fail(f"--{name.replace('_', '-')} {value} is out of range: {texts[name]}")
     WORLD == 1 or not flags.compare or fail("--compare starts its own processes: leave out torchrun")
     flags.prompts_per_step % WORLD and fail(f"--prompts-per-step must be a multiple of the {WORLD} processes")
@@ -178,7 +177,7 @@ def parse_flags(argv):
     if flags.model == "toy" != flags.dataset:
         fail("--dataset: the toy model only knows the toy world; give a --model")
     if flags.model != "toy" and {flags.teacher, *(flags.compare or ())} & {*TOY_TEACHERS}:
-        fail(f"--teacher {' and '.join(TOY_TEACHERS)} are the toy world's; give a folder or hub id")
+        fail(f"--compare-teachers, --teacher {' and '.join(TOY_TEACHERS)} are the toy world's; give a folder or hub id")
     if flags.method in ("rlsd", "sdpo") and (flags.lora_rank or flags.teacher != "privileged"):
         fail(f"--method {flags.method} moves its teacher along: it needs --lora-rank 0 and --teacher privileged")
     if flags.probe:
@@ -187,6 +186,8 @@ def parse_flags(argv):
         flags.device = "cuda" if torch.cuda.is_available() else "cpu"
     if flags.dtype == "auto":
         flags.dtype = "bfloat16" if "cuda" in flags.device and flags.model != "toy" else "float32"
+    if flags.method == "m3-eg" and flags.dtype == "bfloat16" and not flags.lora_rank:
+        fail("--method m3-eg: its inner step is lost in bfloat16 weights; take --dtype float32 or --lora-rank")
     return flags
 
 def fail(message, code=2):
@@ -486,13 +487,13 @@ def gather(value):
     """[value of rank 0, of rank 1, ...], the same list on every rank; and the place where they wait for each other."""
     parts = [value] * WORLD
     if WORLD > 1:
-        with or_fail("another process has ended", code=1):
+        with or_fail("the processes cannot talk, or another has ended", code=1):
             torch.distributed.all_gather_object(parts, value)
     return parts
 
 def add_up(tensors):
     """Replace each tensor by its sum over the ranks."""
-    with or_fail("another process has ended", code=1):
+    with or_fail("the processes cannot talk, or another has ended", code=1):
         for tensor in tensors if WORLD > 1 else ():
             torch.distributed.all_reduce(tensor)
 
@@ -510,15 +511,15 @@ def evaluate(model, tokenizer, rows, flags, eos_ids, prompt="prompt_ids"):
 
 def load(flags, device):
     """(model as it starts, other teacher or None, tokenizer, eos_ids, few-shot rows, problems, held-out problems)."""
-    torch.set_num_threads(flags.threads or torch.get_num_threads())
+    torch.set_num_threads(flags.threads or torch.get_num_threads()), transformers.utils.logging.disable_progress_bar()
     toy, dtype, other = flags.model == "toy", getattr(torch, flags.dtype), None
-    fields = {name: vars(flags)[f"{name}_field"] for name in FIELDS}
     if flags.dataset == "toy":  # the held-out problems are the same for every seed
         parts = [[row | {"kind": "toy" if toy else "gsm8k"} for row in rows]
                  for rows in (toy_rows(4096, flags.seed), toy_rows(flags.eval_limit, 0, heldout=True))]
     else:  # progress is watched on validation rows; the test split is for --eval-split test, once, at the end
+        fields = {name: vars(flags)[f"{name}_field"] for name in FIELDS}
         parts = [load_rows(flags.dataset, split, fields, 0) for split in ("train", flags.eval_split)]
-    for turn in (False, True):  # rank 0 first: what it makes or downloads, the others find
+    for turn in (False, True):  # rank 0 first: models that it makes or downloads, the others find
         if turn == (RANK > 0):
             base, tokenizer, eos_ids = load_model(toy_model() if toy else flags.model, dtype, device)
             if flags.teacher != "privileged":  # another model, which reads the student's own prompt
@@ -541,10 +542,10 @@ def train(flags):
     """sample -> reward -> score -> conflict -> seed -> backward -> step -> log. Returns the summary."""
     with or_fail(f"--device {flags.device} cannot be used"):
         if WORLD > 1:
-            flags.device += f":{os.environ['LOCAL_RANK']}" if flags.device == "cuda" else ""
             torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in flags.device else "gloo")
             sys.stdout = sys.stdout if RANK == 0 else open(os.devnull, "w")
-        device = torch.empty(0, device=flags.device).device
+        here = f":{os.environ['LOCAL_RANK']}" if WORLD > 1 and flags.device == "cuda" else ""
+        device = torch.empty(0, device=flags.device + here).device
     out = pathlib.Path(gather(flags.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{flags.method}")[0])
     unread, resumed = (f"--resume: cannot read {out}/last with these flags; to take an earlier checkpoint:"
                        f" ln -sfn checkpoint-N {out}/last"), None
@@ -624,8 +625,7 @@ def train(flags):
         append_line(out / "metrics.jsonl", log[-1])
     group, share = flags.group_size, flags.prompts_per_step // WORLD
     mine, rows_here = slice(RANK * share, RANK * share + share), share * group  # of this process
-    micro = flags.micro_batch or rows_here
-    unit = min(micro, group)  # rows that share one reading of their prompt
+    micro, unit = flags.micro_batch or rows_here, min(flags.micro_batch or group, group)  # unit: rows that share a prompt
     chunks = lambda n: range(0, n, flags.vocab_chunk)
     due = lambda every, step: every > 0 and step % every == 0
     bar = tqdm(range(first, flags.steps + 1), initial=first - 1, total=flags.steps, dynamic_ncols=True, disable=RANK > 0)
@@ -661,33 +661,34 @@ def train(flags):
         grads = {name: [torch.zeros_like(p, dtype=torch.float32) for p in params] for name in wanted}
         seen = {name: [] for name in ["w", "A", "logp", "entropy", "D", "clipped", "alpha", "norm_R", "K", "cos"]}
         fold = torch.arange(rows_here, device=device) % group % 2  # [B]
+        whole_over_fold = group / (group - group // 2), group / (group // 2)
         siblings = m3.sdpo_siblings(rewards.tolist(), group) if flags.method == "sdpo" else [0] * rows_here
         look = flags.method in GATE or due(flags.kdr_every, step)
         alone = flags.method == "grpo" and not look and wanted == ["update"]  # nobody asks the teacher: it is not run
 
         def micro_batches(of_row):
-            """Rows, the problems they answer, and the student's hidden states of their real tokens, with a graph."""
+            """Rows, their problems and replies; of their real tokens h [T, d], with a graph, and y, A, w [T]."""
             for i in range(0, rows_here, micro):
-                rows, owners, real = slice(i, i + micro), owner[i:i + micro:unit], mask[i:i + micro]
+                rows, n = slice(i, i + micro), int(mask[i:i + micro].sum(1).max())  # n: of the longest reply among these
+                owners, real, replies = owner[i:i + micro:unit], mask[rows, :n], tokens[rows, :n]  # [B, n]
                 model.train(flags.gradient_checkpointing)
-                h = m3.hidden_states(backbone, [p["prompt_ids"] for p in owners], tokens[rows], unit, pad_id,
+                h = m3.hidden_states(backbone, [p["prompt_ids"] for p in owners], replies, unit, pad_id,
                                      share=not flags.gradient_checkpointing)[real]
                 model.eval()
-                yield (rows, owners, real, h, tokens[rows][real], of_row[rows, None].expand_as(real)[real],
-                       weights[rows][real])  # h [T, d]; y, A, w [T]
+                yield rows, owners, real, replies, h, replies[real], of_row[rows, None].expand_as(real)[real], weights[rows, :n][real]
 
-        for rows, owners, real, h, y, A, w in micro_batches(advantages):
+        for rows, owners, real, replies, h, y, A, w in micro_batches(advantages):
             with torch.no_grad(), no_adapter():  # the teacher scores the same tokens; only what stands before them differs
                 shared, hinted = unit, [p["teacher_ids"] for p in owners]
                 if flags.method == "sdpo":  # its teacher reads a successful other response
                     shared, hinted = 1, m3.encode(tokenizer, [m3.prompt_text(tokenizer, problem, shots, texts[sibling])
                                                            for problem, sibling in zip(owner[rows], siblings[rows])])
-                h_T = h if alone else m3.hidden_states(teacher_backbone, hinted, tokens[rows], shared, pad_id)[real]
+                h_T = h if alone else m3.hidden_states(teacher_backbone, hinted, replies, shared, pad_id)[real]
             leaf = h.detach().requires_grad_()  # cut here: the seeds of all chunks add up in leaf_grads, then enter h at once
             leaf_grads = {name: torch.zeros_like(leaf) for name in wanted}
             taught = (torch.tensor(siblings, device=device)[rows, None] >= 0).expand_as(real)[real]
             odd = fold[rows, None].expand_as(real)[real]
-            part = {name: 2 * w * (odd == int(name[1])) if name[0] == "g" else w for name in wanted}
+            part = {name: w * (odd == int(name[1])) * whole_over_fold[int(name[1])] if name[0] == "g" else w for name in wanted}
 
             @functools.lru_cache(int(len(y) <= flags.vocab_chunk))  # a single chunk is kept, of several each is run again
             def signals(i):
@@ -696,7 +697,7 @@ def train(flags):
                 z = head(leaf[c]).float() / flags.temperature  # [chunk, V]
                 with torch.no_grad():
                     z_S, delta_R = z.detach(), m3.reward_residual(z.detach(), y[c], A[c])
-                    if alone:
+                    if alone:  # stand-ins that nobody reads
                         return c, z, z_S, z_S, torch.zeros_like(w[c]), w[c] < 0, 0.0, delta_R, delta_R
                     z_T = teacher_head(h_T[c]).float() / flags.temperature  # no head has an adapter
                     D = m3.divergence(z_S, z_T, flags.divergence, flags.lam) * flags.distill_scale * taught[c]
@@ -705,20 +706,19 @@ def train(flags):
                     delta_F = scale * m3.distill_residual(z_S, z_T, "fkl")  # what m3_seed and ntk.kdr call delta_D [eq 9]
                 return c, z, z_S, z_T, D, clipped, scale, delta_F, delta_R
 
-            K = cos = None
+            K = cos = None if look else torch.zeros_like(w)  # if nobody looks, nothing reads them
             if look and flags.kernel != "logit":  # a pass of its own: the gate needs K before the seed can be formed
                 ids, attention, _ = m3.left_pad([p["prompt_ids"] for p in owners for _ in range(unit)], pad_id, device)
-                ids, attention = torch.cat([ids, tokens[rows]], 1), torch.cat([attention, real.long()], 1)  # [B, L]
-                K, cos = ntk.kdr_flat(model, ids, attention, real, ((delta_F, delta_R) for i in chunks(len(y))
-                                      for *_, delta_F, delta_R in [signals(i)]), flags.vocab_chunk, flags.kernel, unit, generator)
+                ids, attention = torch.cat([ids, replies], 1), torch.cat([attention, real.long()], 1)  # [B, L]
+                K, cos = ntk.kdr_flat(model, ids, attention, real, (signals(i)[-2:] for i in chunks(len(y))), flags.vocab_chunk,
+                                      flags.kernel, unit, generator)
             for i in chunks(len(y)):
                 c, z, z_S, z_T, D, clipped, scale, delta_F, delta_R = signals(i)
                 with torch.no_grad():
                     delta_D = 0.0  # eq 1's gradient: M3's own seed needs delta_F alone, GRPO neither
                     if not alone and (flags.method not in GATE or len(wanted) > 1):
                         delta_D = scale * m3.distill_residual(z_S, z_T, flags.divergence, flags.lam)
-                    # Without K: --kernel logit; or K_DR is not due at this step, and nothing reads this stand-in.
-                    K_c = (delta_F * delta_R).sum(-1) if K is None else K[c]
+                    K_c = (delta_F * delta_R).sum(-1) if K is None else K[c]  # None: --kernel logit
                     cos_c = K_c / (delta_F.norm(dim=-1) * delta_R.norm(dim=-1)).clamp(min=1e-12) if K is None else cos[c]
                     alpha = torch.full_like(K_c, SHARE.get(flags.method, flags.alpha))
                     if flags.method in GATE:
@@ -756,13 +756,12 @@ def train(flags):
                 m3.accumulate(into, h, params, leaf_grad)
 
         if "g0" in wanted:  # h of [VLS E.1]: what moving the visited prefixes does to the loss, (L - baseline) grad log pi
-            L = torch.zeros(rows_here, device=device).index_add(0, mask.nonzero()[:, 0], torch.cat(seen["D"]))
-            L = (L / mask.sum(1)).view(-1, group)  # [P, G], each response's own loss
-            fold_mean = L[:, ::2].mean(1, keepdim=True), L[:, 1::2].mean(1, keepdim=True)
-            for k in (0, 1):  # the baseline is the other fold's mean
+            D = torch.cat(seen["w"]) * torch.cat(seen["D"]).clamp(max=(flags.tau or math.inf) * flags.distill_scale)
+            L = torch.zeros(rows_here, device=device).index_add(0, mask.nonzero()[:, 0], D).view(-1, group)  # [P, G]
+            for k, other in (0, L[:, 1::2]), (1, L[:, ::2]):
                 grads[f"h{k}"] = [torch.zeros_like(p, dtype=torch.float32) for p in params]
-                once_more(grads[f"h{k}"], (fold_mean[1 - k] - L).flatten() * (fold == k) * 2 / (len(batch) * group),
-                          lambda delta, w: delta)
+                centred = (L - other.mean(1, keepdim=True)).flatten() * (fold == k)  # the baseline is the other fold's mean
+                once_more(grads[f"h{k}"], -centred * whole_over_fold[k], lambda delta, w: delta)
         add_up([g for gs in grads.values() for g in gs])
 
         # --- 4. M3-EG: peek at where the teacher's step leads, take the reward's gradient there, come back -----------
@@ -788,7 +787,7 @@ def train(flags):
             seen["alpha"].fill_(w_D / (w_R + w_D))
         loss_D = (seen["w"] * seen["D"].clamp(max=(flags.tau or math.inf) * flags.distill_scale)).sum().item()
         rewarded = seen["A"] != 0
-        if rewarded.any() and math.isfinite(loss_D):  # s_bar: EMA of the reward residual's mean norm, over tokens with a reward signal
+        if rewarded.any() and math.isfinite(loss_D):  # s_bar: EMA of the reward residual's mean norm over tokens with A != 0
             now = seen["norm_R"][rewarded].mean().item()
             s_bar = now if s_bar is None else 0.9 * s_bar + 0.1 * now
         if flags.method in GATE:
@@ -812,11 +811,11 @@ def train(flags):
         # --- 6. log --------------------------------------------------------------------------------------------------
         line = dict.fromkeys(METRICS) | {
             "step": step, "reward": seen["reward"].mean().item(),
-            "loss_R": -(seen["w"] * seen["A"] * seen["logp"]).sum().item(), "loss_D": None if alone else loss_D, "grad_norm": grad_norm,
-            "kappa": geometry["kappa"], "phi": geometry["phi"], "alpha_eff": seen["alpha"].mean().item(),
+            "loss_R": -(seen["w"] * seen["A"] * seen["logp"]).sum().item(), "loss_D": None if alone else loss_D,
+            "grad_norm": grad_norm, "kappa": geometry["kappa"], "phi": geometry["phi"], "alpha_eff": seen["alpha"].mean().item(),
             **(ntk.conflict_share(seen["K"], seen["cos"], torch.ones_like(rewarded)) if look else {}),
-            "zero_advantage": (seen["advantage"] == 0).float().mean().item(), "clipped": seen["clipped"].float().mean().item(),
-            "entropy": seen["entropy"].mean().item(), "length": seen["length"].float().mean().item(),
+            "zero_advantage": (seen["advantage"] == 0).float().mean().item(), "entropy": seen["entropy"].mean().item(),
+            "clipped": None if alone else seen["clipped"].float().mean().item(), "length": seen["length"].float().mean().item(),
             "truncated": (~seen["ended"]).float().mean().item(), "lr": flags.lr,
             "mu": ntk.learning_signal(geometry["norm_D"], loss_D) if geometry["norm_D"] and loss_D > 0 else None}
         if "g0" in wanted:
@@ -852,18 +851,18 @@ def train(flags):
                      "masters": [m.data for m, p in zip(masters, params) if m is not p]}
             if flags.method in ("rlsd", "sdpo"):  # everyone else's teacher is the initial policy
                 state["teacher"] = teacher.state_dict()
-            RANK or save_checkpoint(out, step, model, tokenizer, state)
+            gather(RANK or save_checkpoint(out, step, model, tokenizer, state))  # nobody leaves before it is written
         if stop:
             bar.close()
             fail(f"stopped by signal {stop} after step {step}; saved. Go on with --resume {out}", 128 + stop)
         if done:
             break
-    extra = gather({})[RANK]  # once rank 0 has saved
+    extra = {}
     if flags.method == "opd":  # what [VLS] asks of a distillation that stalls
         ended = type(base).from_pretrained(out / "last", dtype=base.dtype).to(device).eval()
         with m3.lora_off(base):  # base: as it was before the first step
             extra["accuracy_teacher"], _ = evaluate(teacher, tokenizer, held_out, flags, eos_ids, "teacher_ids")
-            extra |= ntk.stall(base, ended, *m3.left_pad([row["prompt_ids"] for row in held_out], pad_id, device),
+            extra |= ntk.stall(base, ended, [row["prompt_ids"] for row in held_out],
                                [line["loss_D"] for line in log[1:] if line["loss_D"] is not None])
     if flags.swa:  # of merged weights: with LoRA, the mean of A times the mean of B would be another model
         folders = sorted(out.glob("checkpoint-*"), key=lambda f: int(f.name.split("-")[1]))[-2:]
@@ -907,8 +906,8 @@ def plot(folders, file):
             config = json.loads((folder / "config.json").read_text())
             logs.setdefault((config["teacher"], config["method"]), []).append(read_log(folder / "metrics.jsonl"))
     teachers = len({teacher for teacher, _ in logs}) > 1  # then the panels of [VLS]
-    panels = [("loss_D", "distillation loss, mean of 9 steps", 9), ("accuracy", "greedy accuracy", 1),
-              ("mu", "mu = |g|^2 / 2L, mean of 9 steps", 9)] if teachers else [
+    panels = [("loss_D", "distillation loss, median of 9 steps", 9), ("accuracy", "greedy accuracy", 1),
+              ("mu", "mu = |g|^2 / 2L, median of 9 steps", 9)] if teachers else [
               ("reward", "sampled reward, mean of 10 steps", 10), ("accuracy", "greedy accuracy", 1),
               ("kappa", "kappa = |g_R| / |g_D|, mean of 10", 10), ("conflict", "conflict share C_NTK, mean of 10", 10)]
     figure = Figure(figsize=(17, 3.8), layout="tight")
@@ -916,7 +915,8 @@ def plot(folders, file):
 
     def smooth(log, key, window):
         known = [(line["step"], line[key]) for line in log if line[key] is not None]
-        return {step: mean(value for _, value in known[max(0, i - window + 1):i + 1]) for i, (step, _) in enumerate(known)}
+        recent = [sorted(value for _, value in known[max(0, i - window + 1):i + 1]) for i in range(len(known))]
+        return {step: x[len(x) // 2] if teachers else sum(x) / len(x) for (step, _), x in zip(known, recent)}
 
     for number, ((teacher, method), runs) in enumerate(logs.items()):
         look = dict(color=f"C{number % 10}", linestyle="-" if number < 10 else "--", linewidth=1.4)
@@ -927,14 +927,13 @@ def plot(folders, file):
             axis.plot(x, [mean(values) for values in y], label=teacher if teachers else method, **look)
             axis.fill_between(x, [min(v) for v in y], [max(v) for v in y], color=look["color"], alpha=0.12, linewidth=0)
             axis.set(title=title, xlabel="step", **({"yscale": "log"} if key in ("kappa", "loss_D", "mu") else {"ylim": (0, 1)}))
-        for loss, mu in ((smooth(log, "loss_D", 9), smooth(log, "mu", 9)) for log in runs * teachers):  # one line per seed
-            axes[3].plot([loss[step] / (loss[1] or 1) for step in mu], list(mu.values()), **look)
+        for loss, mu in ((smooth(log, "loss_D", 9), smooth(log, "mu", 9)) for log in (runs if teachers else ())):  # one per seed
+            axes[3].plot([loss[step] / (loss[min(loss)] or 1) for step in mu], list(mu.values()), **look)
             axes[3].set(title="mu against the loss that remains", xlabel="L / L_1", yscale="log")
-    [axis.grid(alpha=0.25) for axis in axes]
-    axes[1].legend(fontsize=8, loc="lower right", ncol=1 + len(logs) // 5)
+    axes[1].legend(fontsize=8, loc="best", ncol=1 + len(logs) // 5), [axis.grid(alpha=0.25) for axis in axes]
     if not teachers:
-        line = axes[2].axhline(5000, color="gray", linestyle=":", linewidth=1, label="5000: the rule says M3-Select")
-        axes[2].legend(handles=[line], fontsize=7, loc="upper left")
+        rule = axes[2].axhline(5000, color="gray", linestyle=":", linewidth=1, label="5000: the rule says M3-Select")
+        axes[2].legend(handles=[rule], fontsize=7, loc="upper left")
     figure.savefig(file, dpi=110)
     print(f"wrote {file}")
 
@@ -943,7 +942,7 @@ def compare(flags):
     out, names = pathlib.Path(flags.out or f"runs/{flags.preset or 'compare'}"), flags.compare
     out.mkdir(parents=True, exist_ok=True)
     if flags.model == "toy":  # made before the children start, so that it is made once
-        [toy_model(kind) for kind in ("base", *names) if kind == "base" or kind in TOY_TEACHERS]
+        [toy_model(kind) for kind in {"base", flags.teacher, *names} & {"base", *TOY_TEACHERS}]
     passed = [x for k, v in vars(flags).items() if k not in [*NOT_SAVED, "out"] and v != flags.defaults[k]
               for x in ([f"--{k.replace('_', '-')}"] + ([] if v is True else [str(v)]))]
 
@@ -953,8 +952,9 @@ def compare(flags):
             return folder
         if folder.exists() and not (folder / "last").exists():
             shutil.rmtree(folder)  # it never reached a checkpoint
-        argv = [sys.executable, __file__, *passed, *(["--method", name] if name in METHODS else ["--method", "opd", "--teacher", name]),
-                "--seed", str(seed), "--threads", "1", "--resume" if folder.exists() else "--out", str(folder)]
+        what = ["--method", name] if name in METHODS else ["--method", "opd", "--teacher", name]
+        argv = [sys.executable, __file__, *passed, *what, "--seed", str(seed), "--threads", "1",
+                "--resume" if folder.exists() else "--out", str(folder)]
         with open(f"{folder}.log", "a") as log:
             if code := subprocess.run(argv, stdout=log, stderr=log).returncode:
                 fail(f"{name}, seed {seed} ended with {code}, see {folder}.log", code=1)
@@ -980,7 +980,6 @@ def compare(flags):
 
 def main(argv=None):
     flags = parse_flags(argv)
-    transformers.utils.logging.disable_progress_bar()
     if flags.plot:
         return plot(flags.plot, pathlib.Path(flags.plot[0]) / "curves.png")
     if flags.compare:
