@@ -2585,7 +2585,7 @@ def test_benchmark_sampling_against_generate(toy):
 
 
 @pytest.mark.benchmark
-@pytest.mark.parametrize("chunk", [1024, 128])
+@pytest.mark.parametrize("chunk", [1024, 128, 48])
 def test_benchmark_vocabulary_chunks(chunk):
     """Seconds and memory growth of one seeded backward, V = 151,936, 1,024 positions, in a process of its own."""
     code = f"""
