@@ -92,7 +92,7 @@ def kdr_hutchinson(model, input_ids, attention_mask, delta_D, delta_R, probes=16
 def kdr_local(model, input_ids, attention_mask, delta_D, delta_R, group_size=1):
     """All paths from a parameter to z^n that stay inside position n: cost and conditions under local_terms."""
     N, terms = delta_D.shape[1], head_terms(model, delta_D, delta_R, input_ids[:, -delta_D.shape[1] - 1:-1])
-    return finish(local_terms(model, input_ids, attention_mask, N, terms, group_size), terms["dots"])
+    return finish(local_terms(model, input_ids, attention_mask, N, terms, group_size), terms["dots"].movedim(-1, 0))
 
 def _wide(x): return x if x.dtype == torch.float64 else x.float()
 def _flat(x): return torch.cat([_wide(t.detach()).flatten() for t in ([x] if torch.is_tensor(x) else x)])
@@ -127,14 +127,13 @@ def kdr_flat(model, input_ids, attention_mask, real, residuals, chunk, kernel, g
     if kernel == "local":
         read = input_ids[:, -n - 1:-1][real].split(chunk)
         parts = [head_terms(model, delta_D, delta_R, tokens) for (delta_D, delta_R), tokens in zip(residuals, read)]
-        terms = {name: torch.cat([part[name] for part in parts], 0 if "grad" in name else 1) for name in parts[0]}
-        terms = {name: spread(x) if "grad" in name else spread(x.T).movedim(-1, 0) for name, x in terms.items()}
-        rows = (terms["dots"][1] * terms["dots"][2] > 0).any(1).view(-1, group_size).any(1).repeat_interleave(group_size)
-        terms = {name: x[rows] if "grad" in name else x[:, rows] for name, x in terms.items()}     # elsewhere K = cos = 0
+        terms = {name: spread(torch.cat([part[name] for part in parts])) for name in parts[0]}
+        rows = (terms["dots"][..., 1:].prod(-1) > 0).any(1).view(-1, group_size).any(1).repeat_interleave(group_size)
+        terms = {name: x[rows] for name, x in terms.items()}                                       # elsewhere K = cos = 0
         K, cos = terms["dots"].new_zeros(2, *real.shape)
         if rows.any():
             run = local_terms(model, input_ids[rows], attention_mask[rows], n, terms, group_size)
-            K[rows], cos[rows] = finish(run, terms["dots"])
+            K[rows], cos[rows] = finish(run, terms["dots"].movedim(-1, 0))
     else:
         K, cos = kdr(model, input_ids, attention_mask, *(spread(torch.cat(x)) for x in zip(*residuals)), kernel, **options)
     return K[real], cos[real]
@@ -143,11 +142,11 @@ def kdr_flat(model, input_ids, attention_mask, real, residuals, chunk, kernel, g
 def head_terms(model, delta_D, delta_R, tokens):
     """What `local` needs of the residuals [B,n,V], without their last dimension; O(BndV) time, as the head itself.
     tokens [B,n]: each position's INPUT token (column L-N-1+n). A training loop may call this by chunks of positions and
-    join the results along n. -> dict(grad_D, grad_R [B,n,d] at the head's input; dots [3,B,n] = D.R, D.D, R.R;
-    token [2,B,n], the residuals at the input token, for tied embeddings)."""
+    join the results along n. -> dict(grad_D, grad_R [B,n,d] at the head's input; dots [B,n,3] = D.R, D.D, R.R;
+    token [B,n,2], the residuals at the input token, for tied embeddings)."""
     W, at = _parts(model)[1].weight.detach(), tokens[..., None]
-    return dict(grad_D=delta_D.to(W.dtype) @ W, grad_R=delta_R.to(W.dtype) @ W, dots=_gram(delta_D, delta_R),
-                token=torch.stack([_wide(x.gather(-1, at)[..., 0]) for x in (delta_D, delta_R)]))
+    return dict(grad_D=delta_D.to(W.dtype) @ W, grad_R=delta_R.to(W.dtype) @ W, dots=_gram(delta_D, delta_R).movedim(0, -1),
+                token=torch.cat([_wide(x.gather(-1, at)) for x in (delta_D, delta_R)], -1))
 
 def local_terms(model, input_ids, attention_mask, N, head_terms, group_size=1):
     """<J^n d_D, J^n d_R>, ||J^n d_D||^2, ||J^n d_R||^2 as [3,B,N], with J^n cut to its position-local paths.
@@ -169,7 +168,8 @@ def local_terms(model, input_ids, attention_mask, N, head_terms, group_size=1):
     keyword = "cache" if "cache" in inspect.signature(backbone.forward).parameters else "past_key_values"
     run = lambda ids, mask, positions: backbone(input_ids=ids, attention_mask=mask, position_ids=positions,
                                                 use_cache=True, **{keyword: cache})[0]
-    terms, outs, calls = torch.zeros_like(_wide(head_terms["dots"])), {}, []
+    dots, outs, calls = _wide(head_terms["dots"]).movedim(-1, 0), {}, []                                      # [3,B,N]
+    terms = torch.zeros_like(dots)
     with _evaluation(model), ExitStack() as stack:
         if P > 0:
             with torch.no_grad():
@@ -187,10 +187,10 @@ def local_terms(model, input_ids, attention_mask, N, head_terms, group_size=1):
         ends = {m: out for m, out in outs.items() if out is not None}               # what the embeddings gave
         b = {m: _wide(g) for m, g in zip(ends, torch.autograd.grad(h, list(ends.values()), seeds))}          # [2B,N,d]
     h = _wide(h.detach()[::2])                                                                               # [B,N,d]
-    terms += head_terms["dots"] * (weight * h.square().sum(-1) + bias)
+    terms += dots * (weight * h.square().sum(-1) + bias)
     terms += sum(_gram(g[::2], g[1::2]) for m, g in b.items() if "weight" in modules[m])
     if weight and head.weight is embedding.weight:      # tied: delta h^T + e_token b^T has cross terms delta[token] h.b
-        (at_D, at_R), hb_D, hb_R = head_terms["token"], *((h * b[embedding][i::2]).sum(-1) for i in (0, 1))
+        (at_D, at_R), hb_D, hb_R = head_terms["token"].unbind(-1), *((h * b[embedding][i::2]).sum(-1) for i in (0, 1))
         terms += torch.stack([at_D * hb_R + at_R * hb_D, 2 * at_D * hb_D, 2 * at_R * hb_R])
     return terms
 

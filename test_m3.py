@@ -332,9 +332,7 @@ def run(world, *argv, code=0, read=True):
         os.chdir(here)
     if not read:
         return None
-    out = argv[argv.index("--out") + 1]
-    lines = [json.loads(line) for line in (world / out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in lines]
+    return records(world / argv[argv.index("--out") + 1])
 
 
 def weights(world, out):
@@ -1341,7 +1339,7 @@ def test_local_counts_what_is_trained(change):
     if change == "chunks":              # the training loop's way: residuals seen by chunks of positions
         ids, mask, D, R = data
         parts = [ntk.head_terms(model, D[:, i], R[:, i], ids[:, 4:-1][:, i]) for i in (slice(0, 2), slice(2, 5))]
-        terms = {k: torch.cat([p[k] for p in parts], 1 if "grad" in k else 2) for k in parts[0]}
+        terms = {k: torch.cat([p[k] for p in parts], 1) for k in parts[0]}
         K = ntk.local_terms(model, ids, mask, 5, terms, group_size=2)[0]
         return close([K], ntk.kdr(model, *data, "local")[:1])
     got = ntk.kdr(model, *data, "local")

@@ -398,21 +398,25 @@ def load_rows(dataset, split, fields, seed):
             parts[name], order = [pool[i] for i in sorted(order[:cut])], order[cut:]
     parts["train"] = [pool[i] for i in sorted(order)]
     rows = parts[split] or fail(f"--dataset {dataset}: 0 {split} rows, as there are {len(pool)} train rows in it")
-    good = [dict(zip(("question", "solution", "answer", "kind"), (*row[:3], row[3] or guess))) for row in rows
-            if row[0] and parses(row, row[3] or guess)]
-    if bad := [f"{row[0][:30]} -> {row[2][:20]}" for row in rows if not (row[0] and parses(row, row[3] or guess))]:
-        print(f"{dataset}, {split}: {len(bad)} of {len(rows)} rows left out, their answer or question does not parse:", bad[:4])
+    good, bad = [], []
+    for row in rows:
+        problem = dict(question=row[0], solution=row[1], answer=row[2], kind=row[3] or guess)
+        (good if row[0] and parses(row, problem["kind"]) else bad).append(problem)
+    if bad:
+        print(f"{dataset}, {split}: {len(bad)} of {len(rows)} rows left out, their answer or question does not parse:",
+              [f"{row['question'][:30]} -> {row['answer'][:20]}" for row in bad[:4]])
     return good or fail(f"--dataset {dataset}: 0 of {len(rows)} {split} rows have an answer that parses")
 
 def encode_rows(rows, tokenizer, context, max_new_tokens, shots, hint):
     """`rows` with prompt, prompt_ids and teacher_ids, without the few-shot examples; a row too long for the context is
     dropped and named: a cut prompt is another problem."""
-    rows = m3.encode_rows(tokenizer, [row for row in rows if row["question"] not in {s["question"] for s in shots}], shots, hint)
-    fits = lambda row: max(len(row["prompt_ids"]), len(row["teacher_ids"])) + max_new_tokens <= context
-    kept, long = [row for row in rows if fits(row)], [row["prompt"][:30] for row in rows if not fits(row)]
-    why = f"length filter (prompt + {max_new_tokens} new tokens within a context of {context})"
+    shown = [shot["question"] for shot in shots]
+    rows = m3.encode_rows(tokenizer, [row for row in rows if row["question"] not in shown], shots, hint)
+    kept, long, why = [], [], f"length filter (prompt + {max_new_tokens} new tokens within a context of {context})"
+    for row in rows:
+        (kept if max(len(row["prompt_ids"]), len(row["teacher_ids"])) + max_new_tokens <= context else long).append(row)
     if long and kept:
-        print(f"{len(long)} of {len(rows)} rows dropped by the {why}:", long[:4], "...")
+        print(f"{len(long)} of {len(rows)} rows dropped by the {why}:", [row["prompt"][:30] for row in long[:4]], "...")
     return kept or fail(f"0 of {len(rows)} rows left after the {why}: lower --max-new-tokens or --few-shot")
 
 def load_model(path, dtype, device, flag="--model"):
@@ -563,14 +567,11 @@ def train(flags):
     # --- problems, student, teacher ----------------------------------------------------------------------------------
     base, other, tokenizer, eos_ids, shots, problems, held_out = load(flags, device)
     base.requires_grad_(False)
-    no_adapter, pad_id = contextlib.nullcontext, tokenizer.pad_token_id
-    if flags.lora_rank:  # the teacher is the same weights with the adapter switched off: no second copy
-        model = teacher = m3.add_lora(base, flags.lora_rank, flags.seed)
-        no_adapter = functools.partial(m3.lora_off, model)
+    if flags.lora_rank:  # adapters go into the base model itself: switched off they leave its teacher, without a second copy
+        model = m3.add_lora(base, flags.lora_rank, flags.seed)
     else:
-        model, teacher = copy.deepcopy(base).requires_grad_(True), base
-    if other:
-        teacher, no_adapter = other.requires_grad_(False), contextlib.nullcontext
+        model = copy.deepcopy(base).requires_grad_(True)
+    teacher = other.requires_grad_(False) if other else base
     with or_fail(unread):
         if resumed and flags.lora_rank:
             model.load_state_dict(resumed["adapter"], strict=False)
@@ -623,7 +624,7 @@ def train(flags):
         before, _ = evaluate(model, tokenizer, held_out, flags, eos_ids)
         log.append(dict.fromkeys(METRICS) | {"step": 0, "accuracy": before, "seconds": 0.0})
         append_line(out / "metrics.jsonl", log[-1])
-    group, share = flags.group_size, flags.prompts_per_step // WORLD
+    group, share, pad_id = flags.group_size, flags.prompts_per_step // WORLD, tokenizer.pad_token_id
     mine, rows_here = slice(RANK * share, RANK * share + share), share * group  # of this process
     micro, unit = flags.micro_batch or rows_here, min(flags.micro_batch or group, group)  # unit: rows that share a prompt
     chunks = lambda n: range(0, n, flags.vocab_chunk)
@@ -678,7 +679,7 @@ def train(flags):
                 yield rows, owners, real, replies, h, replies[real], of_row[rows, None].expand_as(real)[real], weights[rows, :n][real]
 
         for rows, owners, real, replies, h, y, A, w in micro_batches(advantages):
-            with torch.no_grad(), no_adapter():  # the teacher scores the same tokens; only what stands before them differs
+            with torch.no_grad(), m3.lora_off(teacher):  # the teacher scores the same tokens; only what stands before them differs
                 shared, hinted = unit, [p["teacher_ids"] for p in owners]
                 if flags.method == "sdpo":  # its teacher reads a successful other response
                     shared, hinted = 1, m3.encode(tokenizer, [m3.prompt_text(tokenizer, problem, shots, texts[sibling])
