@@ -12,12 +12,10 @@ Papers: [M3] arXiv 2609.34849, [VLS] arXiv 2610.11247. Equation numbers are thei
 Departures from the textbook, and why:
   1. No loss is ever differentiated by autograd. The residuals are closed form (tests check them against float64
      autograd), because M3 re-weights and normalises them token by token, which no scalar loss expresses.
-  2. No ratio clip and no reference KL. There is one update per batch, so the ratio is 1, and the frozen teacher
-     is the anchor. The logged reward loss, -mean A log p_S, is no measure of progress: its gradient is what counts.
+  2. No ratio clip and no reference KL: one update per batch, so the ratio is 1; the frozen teacher is the anchor.
   3. Eq 1 is clipped on the token's SUM. Clipping each vocabulary entry, as OPSD's code does under the same letter
      tau, pushes the clipped entries down instead of leaving the token alone.
-  4. The sampler draws by inverse CDF from uniforms fixed per (row, position). Dropping finished rows, splitting the
-     batch or adding processes then cannot change which random number a token gets.
+  4. The sampler draws by inverse CDF from uniforms fixed per (row, position): no splitting changes a token's number.
 
 Shapes: P prompts, G responses per prompt, B = P*G rows, N response positions, V vocabulary, d hidden size,
 T = number of real (unmasked) response tokens of a batch, laid out flat. p_S student, p_T teacher, y sampled token.
@@ -106,6 +104,21 @@ def cache_name(model):
     """What this transformers release calls the key/value cache, as an argument and in the output."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
+@contextlib.contextmanager
+def packed(model):
+    """For sampling on a CPU: inside, large float32 linear layers read copies of their weights, laid out by oneDNN.
+    A decoding step is few rows against all weights, and torch's own product reads those at a third of the memory's speed."""
+    layers = [m for m in model.modules() if type(m) is torch.nn.Linear and "forward" not in vars(m) and
+              (m.weight.device.type, m.weight.dtype) == ("cpu", torch.float32) and m.weight.numel() > 1e5]
+    dnn = torch.ops.mkldnn
+    try:
+        for m in layers if hasattr(dnn, "_linear_pointwise") else ():  # a torch without oneDNN: nothing happens
+            blocks = dnn._reorder_linear_weight(m.weight.detach(), 8)  # for about 8 rows
+            m.forward = lambda x, w=blocks, b=m.bias: dnn._linear_pointwise(x, w, b, "none", [], "")
+        yield
+    finally:
+        [vars(m).pop("forward", None) for m in layers]
+
 def filter_logits(logits, top_p=1.0, top_k=0):
     """Nucleus and top-k filters. logits [..., V], already divided by the temperature -> the same with -inf outside."""
     if 0 < top_k < logits.shape[-1]:
@@ -126,15 +139,12 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_i
     Returns tokens [B, N] long (pad_id after the end), mask [B, N] bool (the first end token is in, all after it is
     out; a row without one is truncated), logprobs [B, N] float32 of the distribution sampled from (0 where masked).
     Group i is rows i*G .. i*G+G-1. N <= max_new_tokens: the longest response decides.
-
-    Sampling settings are arguments on purpose: a checkpoint's own generation defaults must not slip in.
+    Settings are arguments on purpose: a checkpoint's own generation defaults must not slip in.
     """
-    device = next(model.parameters()).device
-    rows = len(prompts) * group_size
+    device, rows = next(model.parameters()).device, len(prompts) * group_size
     if uniforms is None:  # greedy draws none: an evaluation leaves the caller's random state as it was
         uniforms = torch.rand(rows, max_new_tokens, generator=generator) if temperature else torch.zeros(rows, 1)
-    uniforms = uniforms.to(device)
-    eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
+    uniforms, eos = uniforms.to(device), torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
     tokens = torch.full((rows, max_new_tokens), pad_id, dtype=torch.long, device=device)
     mask = torch.zeros(rows, max_new_tokens, dtype=torch.bool, device=device)
     logprobs = torch.zeros(rows, max_new_tokens, device=device)
@@ -142,8 +152,7 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_i
     # Each distinct prompt is read once; its key/value cache is then repeated for the G responses.
     ids, attention, positions = left_pad(prompts, pad_id, device)  # [P, L]
     out = model(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=True, logits_to_keep=1)
-    kv = cache_name(model)
-    cache = out[kv]
+    cache = out[kv := cache_name(model)]
     cache.batch_repeat_interleave(group_size)
     logits = out.logits[:, -1].repeat_interleave(group_size, 0)  # [B, V]; [:, -1] also suits a model that gave all
     width = attention.shape[1]
@@ -161,8 +170,7 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_i
             # right=True: the first id whose CDF is strictly above u, so an id of probability 0 is never drawn.
             y = torch.searchsorted(cdf, uniforms[alive, n, None] * cdf[:, -1:], right=True).squeeze(-1)
             y = y.clamp(max=logits.shape[-1] - 1)
-        tokens[alive, n] = y
-        mask[alive, n] = True
+        tokens[alive, n], mask[alive, n] = y, True
         logprobs[alive, n] = logp.gather(-1, y[:, None]).squeeze(-1)
         going = torch.isin(y, eos, invert=True)
         if n + 1 == max_new_tokens or not going.any():
@@ -332,32 +340,32 @@ def split_head(model):
         raise ValueError(f"{type(model).__name__}: its logits are not its output layer's, nor those soft-capped or scaled")
     return backbone, head
 
-def hidden_states(backbone, prompts, tokens, group_size, pad_id, share=True):
-    """Hidden states h [B, N, d] from which the head predicts tokens[b, n], given prompts[b // G] + tokens[b, :n].
+def hidden_states(backbone, prompts, tokens, pad_id, share=True):
+    """Hidden states h [B, N, d] from which the head predicts tokens[b, n], given prompts[b] + tokens[b, :n].
 
-    backbone: the transformer without its output head. prompts: P lists of ids. tokens [B, N], right-padded.
+    backbone: the transformer without its output head. prompts: B lists of ids, in any order. tokens [B, N], right-padded.
     Only `prompts` differs between student and teacher, so no two tokens can slip out of step. share=False reads the
     prompt once per row, without a cache: slower, equal, and what gradient checkpointing needs.
     """
-    # The prompt is read once per group, not once per response: its cache is repeated, and gradients flow back through
-    # the repetition. All but its last id goes into the cache; that last id then predicts response position 0, so the
+    # Each distinct prompt is read once, not once per response: its cache is copied to its rows, and gradients flow back
+    # through the copies. All but its last id goes into the cache; that last id then predicts response position 0, so the
     # N columns that follow are exactly the N positions wanted: no slicing, no off-by-one.
-    ids, attention, positions = left_pad(prompts, pad_id, tokens.device)  # [P, L]
-    kv, cache = cache_name(backbone), None
+    order, kv, cache = {}, cache_name(backbone), None
+    which = torch.tensor([order.setdefault(tuple(p), len(order)) for p in prompts], device=tokens.device)  # [B]
+    ids, attention, positions = left_pad(list(order), pad_id, tokens.device)  # [P, L]
     if share and ids.shape[1] > 1:
         cache = backbone(input_ids=ids[:, :-1], attention_mask=attention[:, :-1], position_ids=positions[:, :-1],
                          use_cache=True)[kv]
-        cache.batch_repeat_interleave(group_size)
-    inputs = torch.cat([ids[:, -1:].repeat_interleave(group_size, 0), tokens[:, :-1]], 1)  # [B, N]
+        cache.batch_select_indices(which)
+    ids, positions = ids[which], positions[which]  # [B, L]
     # Right padding needs no mask: attention is causal, and padded positions are thrown away by the caller.
-    steps = torch.arange(tokens.shape[1], device=tokens.device)
-    attention = F.pad(attention, (0, tokens.shape[1] - 1), value=1).repeat_interleave(group_size, 0)
+    attention = F.pad(attention[which], (0, tokens.shape[1] - 1), value=1)  # [B, L-1+N]
+    inputs = torch.cat([ids[:, -1:], tokens[:, :-1]], 1)  # [B, N]
     if not share:
-        inputs = torch.cat([ids[:, :-1].repeat_interleave(group_size, 0), inputs], 1)  # [B, L-1+N]
-        positions = (attention.cumsum(-1) - 1).clamp(min=0)
-        return backbone(input_ids=inputs, attention_mask=attention, position_ids=positions,
+        return backbone(input_ids=torch.cat([ids[:, :-1], inputs], 1), attention_mask=attention,
+                        position_ids=(attention.cumsum(-1) - 1).clamp(min=0),
                         use_cache=False).last_hidden_state[:, -tokens.shape[1]:]
-    positions = positions[:, -1:].repeat_interleave(group_size, 0) + steps
+    positions = positions[:, -1:] + torch.arange(tokens.shape[1], device=tokens.device)
     return backbone(input_ids=inputs, attention_mask=attention, position_ids=positions, use_cache=cache is not None,
                     **{kv: cache}).last_hidden_state
 
@@ -432,8 +440,7 @@ def distill_residual(student_logits, teacher_logits, kind="fkl", lam=0.5, tau=No
     else:
         raise ValueError(f"unknown divergence {kind!r}")
     if tau is not None:
-        keep = divergence(student_logits, teacher_logits, kind, lam, k) < tau
-        delta = delta * keep[..., None]
+        delta = delta * (divergence(student_logits, teacher_logits, kind, lam, k) < tau)[..., None]
     return delta
 
 def reward_residual(student_logits, tokens, advantages):
@@ -450,7 +457,7 @@ def log_softmax(logits):
     """In float32 at least: bf16 log-probabilities are off by up to 0.1 per token."""
     return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
 
-# --- 6. The M3 family: gates on normalised residuals -----------------------------------------------------------------
+# --- 6. The M3 family: gates on normalised residuals; and from seeds to gradients ------------------------------------
 
 def normalize(residual, eps):
     """delta / (||delta|| + eps) over the vocabulary [eq 10]. [..., V] -> [..., V], norms in [0, 1); 0 stays 0.
@@ -459,10 +466,6 @@ def normalize(residual, eps):
     it residuals stay small, far above it they become unit vectors. 1e-8 lifts a token with ||delta|| = 1e-4 to the force of one with 1.
     """
     return residual / (residual.norm(dim=-1, keepdim=True) + eps)
-
-def gate_norm(K, alpha_max):
-    """M3-Norm, the ungated reference: alpha_n = alpha_max everywhere. K [...] -> [...]."""
-    return torch.full_like(K, alpha_max)
 
 def gate_select(K, alpha_max):
     """M3-Select [eq 12]: the teacher speaks where K_DR(n) >= 0, and is silent on conflict. K [...] -> [...].
@@ -483,8 +486,6 @@ def m3_seed(delta_D, delta_R, alpha, eps):
     """
     return alpha[..., None] * normalize(delta_D, eps) + (1 - alpha[..., None]) * normalize(delta_R, eps)
 
-# --- 7. From seeds to gradients --------------------------------------------------------------------------------------
-
 def accumulate(into, outputs, inputs, seed):
     """Add the vector-Jacobian product seed . d outputs / d inputs to the tensors `into`, one per input.
 
@@ -495,13 +496,12 @@ def accumulate(into, outputs, inputs, seed):
         if grad is not None:
             total += grad
 
-# --- 8. Baselines: other ways to combine the same two gradients, or the same two signals -----------------------------
+# --- 7. Baselines: other ways to combine the same two gradients, or the same two signals -----------------------------
 
 def gradnorm_weights(norm_R, norm_D):
     """(w_R, w_D) = (1, kappa) / (1 + kappa): GradNorm's fixed point at equal target rates, both norms equal [Prop. 5].
 
-    Written with the norms, so that a reward gradient of 0 (kappa = 0) divides nothing: its partner is then asked to
-    shrink to 0 as well, w = (1, 0), and the step is empty. No gradient at all: (1/2, 1/2).
+    Written with the norms, so nothing divides by 0. No reward gradient: (1, 0), its partner is to shrink too; none: (1/2, 1/2).
     """
     total = norm_R + norm_D
     return (norm_D / total, norm_R / total) if total > 0 else (0.5, 0.5)
@@ -553,7 +553,7 @@ def sdpo_residual(student_logits, teacher_logits, k=100):
     tail_share = tail_share / tail_share.sum(-1, keepdim=True).clamp(min=1e-30)
     return (tail_share * delta[..., -1:]).scatter_add(-1, top, delta[..., :-1])
 
-# --- 9. LoRA: few trainable weights, and a frozen teacher for free ---------------------------------------------------
+# --- 8. LoRA: few trainable weights, and a frozen teacher for free ---------------------------------------------------
 
 class LoRA(torch.nn.Module):
     """base(x) + 2 B A x, base frozen. alpha = 2 rank, so alpha / rank is 2. A and B are float32, under bf16 too."""

@@ -89,10 +89,10 @@ def kdr_hutchinson(model, input_ids, attention_mask, delta_D, delta_R, probes=16
                 terms[:, part] += torch.stack([x.sum(-1) for x in (DR, u_D * z_D, u_R * z_R)]) / len(signs)
     return finish(terms * torch.stack([size[0] * size[1], dots[1], dots[2]]), dots)
 
-def kdr_local(model, input_ids, attention_mask, delta_D, delta_R, group_size=1):
+def kdr_local(model, input_ids, attention_mask, delta_D, delta_R):
     """All paths from a parameter to z^n that stay inside position n: cost and conditions under local_terms."""
     N, terms = delta_D.shape[1], head_terms(model, delta_D, delta_R, input_ids[:, -delta_D.shape[1] - 1:-1])
-    return finish(local_terms(model, input_ids, attention_mask, N, terms, group_size), terms["dots"].movedim(-1, 0))
+    return finish(local_terms(model, input_ids, attention_mask, N, terms), terms["dots"].movedim(-1, 0))
 
 def _wide(x): return x if x.dtype == torch.float64 else x.float()
 def _flat(x): return torch.cat([_wide(t.detach()).flatten() for t in ([x] if torch.is_tensor(x) else x)])
@@ -118,21 +118,21 @@ def _evaluation(model):
         stack.callback(lambda: [setattr(m, "training", True) for m in training])
         yield model.eval()
 
-def kdr_flat(model, input_ids, attention_mask, real, residuals, chunk, kernel, group_size=1, generator=None):
+def kdr_flat(model, input_ids, attention_mask, real, residuals, chunk, kernel, generator=None):
     """kdr() for a training loop: K and cos of the T tokens of real [B,N] alone, laid out flat -> [T], [T].
     residuals: (delta_D, delta_R) [chunk,V] by consecutive chunks of these T tokens. Of each, `local` keeps only [chunk,d]
-    (head_terms), and it runs only the groups with a reward signal; the others put them together to [B,N,V]."""
+    (head_terms), and it runs only the rows with a reward signal; the others put them together to [B,N,V]."""
     n, options = real.shape[1], dict(generator=generator) if kernel == "hutchinson" else {}
     spread = lambda flat: flat.new_zeros(*real.shape, flat.shape[-1]).masked_scatter_(real[..., None], flat)  # [B,N,x]
     if kernel == "local":
         read = input_ids[:, -n - 1:-1][real].split(chunk)
         parts = [head_terms(model, delta_D, delta_R, tokens) for (delta_D, delta_R), tokens in zip(residuals, read)]
         terms = {name: spread(torch.cat([part[name] for part in parts])) for name in parts[0]}
-        rows = (terms["dots"][..., 1:].prod(-1) > 0).any(1).view(-1, group_size).any(1).repeat_interleave(group_size)
-        terms = {name: x[rows] for name, x in terms.items()}                                       # elsewhere K = cos = 0
+        rows = (terms["dots"][..., 1:].prod(-1) > 0).any(1)                                         # elsewhere K = cos = 0
+        terms = {name: x[rows] for name, x in terms.items()}
         K, cos = terms["dots"].new_zeros(2, *real.shape)
         if rows.any():
-            run = local_terms(model, input_ids[rows], attention_mask[rows], n, terms, group_size)
+            run = local_terms(model, input_ids[rows], attention_mask[rows], n, terms)
             K[rows], cos[rows] = finish(run, terms["dots"].movedim(-1, 0))
     else:
         K, cos = kdr(model, input_ids, attention_mask, *(spread(torch.cat(x)) for x in zip(*residuals)), kernel, **options)
@@ -148,22 +148,22 @@ def head_terms(model, delta_D, delta_R, tokens):
     return dict(grad_D=delta_D.to(W.dtype) @ W, grad_R=delta_R.to(W.dtype) @ W, dots=_gram(delta_D, delta_R).movedim(0, -1),
                 token=torch.cat([_wide(x.gather(-1, at)) for x in (delta_D, delta_R)], -1))
 
-def local_terms(model, input_ids, attention_mask, N, head_terms, group_size=1):
+def local_terms(model, input_ids, attention_mask, N, head_terms):
     """<J^n d_D, J^n d_R>, ||J^n d_D||^2, ||J^n d_R||^2 as [3,B,N], with J^n cut to its position-local paths.
     Keys and values are held constant, so z^n depends on a weight only through n's own activations: ONE backward has all
     positions' gradients, and a linear layer's share is (b_D . b_R) ||a||^2 (a input, b output gradient). Rows stand twice,
     2i seeded with delta_D, 2i+1 with delta_R; hooks add up, nothing is stored. To let a position's own key and value
-    through was tried: right, dearer, no nearer to exact. group_size: rows i*G..i*G+G-1 share prompt columns, run once.
-    Time: 1 forward of B/G prompts without gradients, 1 forward + 1 activation-only backward of 2B rows x N columns.
+    through was tried: right, dearer, no nearer to exact. Rows with the same prompt columns share them: run once.
+    Time: 1 forward of the distinct prompts without gradients, 1 forward + 1 activation-only backward of 2B rows x N columns.
     Memory: those activations. ValueError unless attention goes through transformers'
     attention interface (no soft cap, no sinks) and trainable parameters sit in Linear, Conv1D, Embedding or norms."""
     from transformers import DynamicCache
-    (backbone, head, embedding), P, G = _parts(model), input_ids.shape[1] - N - 1, group_size
+    (backbone, head, embedding), P = _parts(model), input_ids.shape[1] - N - 1
     modules = _local_modules(model, head, embedding)
     weight, bias = head.weight.requires_grad, head.bias is not None and head.bias.requires_grad
     inputs = [x[:, :-1] for x in (input_ids, attention_mask, _positions(attention_mask))]
-    if len(input_ids) % G or any((x[:, :P] != x[::G, :P].repeat_interleave(G, 0)).any() for x in inputs):
-        raise ValueError(f"group_size {G}: {len(input_ids)} rows are not groups of {G} with equal prompt columns")
+    order, prompts = {}, torch.cat([x[:, :P] for x in inputs], 1).tolist()
+    which = torch.tensor([order.setdefault(tuple(p), len(order)) for p in prompts], device=input_ids.device)     # [B]
     cache = DynamicCache(config=backbone.config)
     keyword = "cache" if "cache" in inspect.signature(backbone.forward).parameters else "past_key_values"
     run = lambda ids, mask, positions: backbone(input_ids=ids, attention_mask=mask, position_ids=positions,
@@ -173,8 +173,8 @@ def local_terms(model, input_ids, attention_mask, N, head_terms, group_size=1):
     with _evaluation(model), ExitStack() as stack:
         if P > 0:
             with torch.no_grad():
-                run(*(x[::G, :P] for x in inputs))
-            cache.batch_repeat_interleave(2 * G)
+                run(*(x[[prompts.index(list(p)) for p in order], :P] for x in inputs))
+            cache.batch_select_indices(which.repeat_interleave(2))
         for m, grads in modules.items():
             stack.enter_context(m.register_forward_hook(_adder(grads, terms, outs)))
         stack.enter_context(_cut_attention(backbone, calls))
@@ -408,14 +408,14 @@ def main(argv=None):
     teacher, problems, pad = other or base, problems[:flags.prompts_per_step], tokenizer.pad_token_id
     parts, params = dict(prompt_ids=m3.split_head(student), teacher_ids=m3.split_head(teacher)), list(student.parameters())
     torch.manual_seed(flags.seed)
-    def score(problems, tokens, G, reads="prompt_ids"):                                         # -> logits [B,N,V]
+    def score(asked, tokens, reads="prompt_ids"):                                               # -> logits [B,N,V]
         backbone, head = parts[reads]
-        return head(m3.hidden_states(backbone, [p[reads] for p in problems], tokens, G, pad)).float() / flags.temperature
-    def signals(problems, tokens, mask, A, G):
+        return head(m3.hidden_states(backbone, [p[reads] for p in asked], tokens, pad)).float() / flags.temperature
+    def signals(asked, tokens, mask, A):
         """K_DR's residuals delta_R and p_S - p_T [eqs 5, 9] [B,N,V]; gradients g_R, g_D of eq 2 and of eq 1 (jsd)."""
-        z, real, w = score(problems, tokens, G), mask[..., None], m3.token_weights(mask, len(mask))[..., None]
+        z, real, w = score(asked, tokens), mask[..., None], m3.token_weights(mask, len(mask))[..., None]
         with torch.no_grad():
-            z_S, z_T = z.detach(), score(problems, tokens, G, "teacher_ids")
+            z_S, z_T = z.detach(), score(asked, tokens, "teacher_ids")
             both = (m3.distill_residual(z_S, z_T, kind) for kind in ("jsd", "fkl"))
             R, D, F = (real * x for x in (m3.reward_residual(z_S, tokens, A), *both))
         return R, F, *(torch.autograd.grad(z, params, w * x, retain_graph=True, materialize_grads=True) for x in (R, D))
@@ -436,16 +436,16 @@ def main(argv=None):
     A = m3.group_advantages(rewards, G)
     mixed = [i for i in range(len(problems)) if A[i * G] != 0] or train.fail(
         "every group is all right or all wrong: raise --prompts-per-step, --group-size or --few-shot", code=1)
-    R, F, g_R, g_D = signals(problems, tokens, mask, A, G)
+    R, F, g_R, g_D = signals(asked, tokens, mask, A)
     ids, attention, _ = m3.left_pad([p["prompt_ids"] for p in asked], pad, device)
     ids, attention = torch.cat([ids, tokens], 1), torch.cat([attention, mask.long()], 1)        # [B,L]
     some = mixed[:max(1, own.rows_exact // G)]
     rows = torch.tensor([i * G + j for i in some for j in range(G)], device=device)
-    few, y = [problems[i] for i in some], tokens[rows]                                          # y [b,N]
+    few, y = [asked[b] for b in rows.tolist()], tokens[rows]                                          # y [b,N]
     # --- 1. the kernels; cheap ones are timed again when warm --------------------------------------------------------
     batch = student, ids[rows], attention[rows], F[rows], R[rows]
-    step = min(clock(lambda: torch.autograd.grad(score(few, y, G), params, R[rows], allow_unused=True))[0] for _ in range(3))
-    ways = {"logit": {}, "local": dict(group_size=G), **{f"hutchinson, P={P}": dict(probes=P) for P in (1, 4, 16)}, "exact": {}}
+    step = min(clock(lambda: torch.autograd.grad(score(few, y), params, R[rows], allow_unused=True))[0] for _ in range(3))
+    ways = {"logit": {}, "local": {}, **{f"hutchinson, P={P}": dict(probes=P) for P in (1, 4, 16)}, "exact": {}}
     found = {name: clock(lambda: kdr(*batch, name.split(",")[0], **ways[name])) for name in [*ways][:2] + [*ways]}
     K, cos = found["exact"][1]                                                                  # [b,N]
     on = K != 0
@@ -460,7 +460,7 @@ def main(argv=None):
             g = [a * d + b * r for d, r in zip(g_D, g_R)]
             scale = 0.01 / max(sum(_dot(x, x) for x in g) ** 0.5, 1e-37)
             torch._foreach_copy_(params, [p - scale * x for p, x in zip(home, g)])
-            logp[name] = m3.log_softmax(score(few, y, G)).gather(-1, y[..., None])[..., 0]
+            logp[name] = m3.log_softmax(score(few, y)).gather(-1, y[..., None])[..., 0]
         torch._foreach_copy_(params, home)
     start, where = logp.pop("start"), A[rows, None]
     regions = [(f"{name}, A {sign} 0", inside & side) for name, inside in (("conflict", K < 0), ("compatible", K > 0))
@@ -471,15 +471,15 @@ def main(argv=None):
     # --- 3. single responses, two gradients at a time; only folding wants a group's 2G at once -----------------------
     phis, folding = {name: [] for name in ("on-policy, correct", "on-policy, wrong", "gold prefix, A = 1")}, []
     for i, p in enumerate(problems):
-        pulls = [signals([p], *(x[j:j + 1] for x in (tokens, mask, A)), 1)[2:] for j in range(i * G, i * G + G)]
+        pulls = [signals([p], *(x[j:j + 1] for x in (tokens, mask, A)))[2:] for j in range(i * G, i * G + G)]
         folding.append([gradient_folding(x) for x in zip(*pulls)])                              # of g_R, of g_D
         for right, pull in zip(rewards[i * G:], pulls if i in mixed else ()):
             phis[f"on-policy, {'correct' if right else 'wrong'}"].append(geometry(*pull)["phi"])
         gold = ids.new_tensor([tokenizer.encode(m3.reference_text(p, "solution"), add_special_tokens=False) + [min(eos_ids)]])
-        phis["gold prefix, A = 1"].append(geometry(*signals([p], gold, gold >= 0, A[:1] * 0 + 1, 1)[2:])["phi"])
+        phis["gold prefix, A = 1"].append(geometry(*signals([p], gold, gold >= 0, A[:1] * 0 + 1)[2:])["phi"])
     table("3. Response level: cos(g_D, g_R) of single responses with A != 0", ["", "responses", "mean", "share < 0"],
           *([name, len(x), mean(x), mean([float(c < 0) for c in x])] for name, x in phis.items()))
-    share = conflict_share(*kdr(student, ids, attention, F, R, group_size=G), mask)
+    share = conflict_share(*kdr(student, ids, attention, F, R), mask)
     norm_R, norm_D, kappa, phi = geometry(g_R, g_D).values()
     print(f"\nBatch level: kappa {kappa:.4g}, Phi {phi:.3f}, min-norm alpha {min_norm_alpha(norm_R, norm_D, phi):.3f}, "
           f"alpha 0.5 hurts distillation: {distillation_hurt(phi, kappa, 0.5)}\n  C_NTK over all tokens (local): "

@@ -144,7 +144,6 @@ def test_normalize_keeps_zero_and_caps_the_norm():
 def test_gates():
     K = torch.tensor([-1e-9, 0.0, 2.0])
     assert m3.gate_select(K, 0.15).tolist() == pytest.approx([0.0, 0.15, 0.15])
-    assert m3.gate_norm(K, 0.15).tolist() == pytest.approx([0.15] * 3)
     cos = torch.tensor([-1.0, 0.0, 1.0])
     assert m3.gate_soft(cos, 0.2, 0.0).tolist() == pytest.approx([0.1] * 3)
     soft = m3.gate_soft(cos, 0.2, 2.0)
@@ -226,6 +225,40 @@ def test_sampler_mask_logprobs_and_uniforms():
     assert torch.equal(g(1), g(1)) and not torch.equal(g(1), g(2))
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_packed_weights_sample_the_same_and_leave_nothing_behind(lora):
+    model = tiny(hidden_size=320, intermediate_size=640)
+    if lora:
+        m3.add_lora(model, 2, 0)
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    go = lambda: m3.sample(model, PROMPTS, 2, 8, eos_ids=[EOS], pad_id=PAD, generator=torch.Generator().manual_seed(0))
+    plain, before = go(), [p.clone() for p in model.parameters()]
+    with m3.packed(model):
+        if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+            large = [m for m in layers if m.weight.numel() > 1e5]
+            assert large and [m for m in layers if "forward" in vars(m)] == large
+        got = go()
+        with m3.packed(model):  # once more changes nothing
+            again = go()
+    assert not any("forward" in vars(m) for m in layers)
+    assert torch.equal(got[0], plain[0]) and torch.equal(again[2], got[2])
+    torch.testing.assert_close(got[2], plain[2], rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+    for m in layers:  # the copies are of the weights as they are now
+        m.weight.data.mul_(-1.5)
+    turned = go()[2]
+    with pytest.raises(KeyError), m3.packed(model):
+        torch.testing.assert_close(go()[2], turned, rtol=1e-4, atol=1e-4)
+        raise KeyError
+    assert not any("forward" in vars(m) for m in layers)
+    model.bfloat16()
+    with m3.packed(model):
+        assert not any("forward" in vars(m) for m in layers)
+
+
 def test_sampler_draws_from_the_model_and_not_from_its_generation_config():
     model = tiny()
     model.generation_config.temperature, model.generation_config.top_k = 0.01, 1
@@ -243,6 +276,11 @@ def test_sampler_draws_from_the_model_and_not_from_its_generation_config():
 # --- scoring and gradients --------------------------------------------------------------------------------------------------
 
 
+def each(prompts, G):
+    """The prompt of every row: each G times."""
+    return [p for p in prompts for _ in range(G)]
+
+
 def responses(model, G=3, N=9):
     return m3.sample(model, PROMPTS, G, N, eos_ids=[EOS, 2, 3], pad_id=PAD, generator=torch.Generator().manual_seed(3))
 
@@ -251,7 +289,7 @@ def responses(model, G=3, N=9):
 def test_hidden_states_equal_one_row_at_a_time(kind):
     model = tiny(kind)
     tokens, mask, logp = responses(model)
-    h = m3.hidden_states(model.base_model, PROMPTS, tokens, 3, PAD)
+    h = m3.hidden_states(model.base_model, each(PROMPTS, 3), tokens, PAD)
     z = model.get_output_embeddings()(h)
     for row in range(len(tokens)):
         n = int(mask[row].sum())
@@ -259,6 +297,17 @@ def test_hidden_states_equal_one_row_at_a_time(kind):
         torch.testing.assert_close(z[row, :n], model(full).logits[0, -n - 1:-1], rtol=1e-4, atol=1e-4)
     scored = m3.log_softmax(z).gather(-1, tokens[..., None])[..., 0]
     torch.testing.assert_close(scored[mask], logp[mask], rtol=1e-4, atol=1e-4)
+
+
+def test_rows_in_any_order_read_each_distinct_prompt_once():
+    model, widths = tiny(), []
+    tokens, mask, _ = responses(model)
+    order = torch.tensor([7, 0, 3, 8, 1, 4, 2])  # 5 and 6 left out
+    model.base_model.register_forward_pre_hook(lambda _, args, kw: widths.append(tuple(kw["input_ids"].shape)), with_kwargs=True)
+    h = m3.hidden_states(model.base_model, each(PROMPTS, 3), tokens, PAD)
+    some = m3.hidden_states(model.base_model, [PROMPTS[b // 3] for b in order], tokens[order], PAD)
+    assert widths == [(3, 6), (9, tokens.shape[1]), (3, 6), (7, tokens.shape[1])]
+    torch.testing.assert_close(some[mask[order]], h[order][mask[order]], rtol=1e-5, atol=1e-5)
 
 
 def plain_gradient(model, tokens, mask, advantages, G):
@@ -278,7 +327,7 @@ def test_seeded_backward_through_shared_prompts_and_chunks_equals_autograd(tied)
     tokens, mask, _ = responses(model)
     A = torch.linspace(-1, 2, len(tokens), dtype=torch.float64)
     params, weights = list(model.parameters()), m3.token_weights(mask, len(tokens)).double()
-    h = m3.hidden_states(model.base_model, PROMPTS, tokens, 3, PAD)[mask]
+    h = m3.hidden_states(model.base_model, each(PROMPTS, 3), tokens, PAD)[mask]
     leaf = h.detach().requires_grad_()
     into, leaf_grad = [torch.zeros_like(p) for p in params], torch.zeros_like(leaf)
     for c in (slice(0, 5), slice(5, 6), slice(6, len(leaf))):
@@ -294,7 +343,7 @@ def test_masked_positions_have_no_effect():
     model = tiny()
     tokens, mask, _ = responses(model)
     junk = torch.where(mask, tokens, torch.randint(3, 23, tokens.shape))
-    a, b = (m3.hidden_states(model.base_model, PROMPTS, t, 3, PAD)[mask] for t in (tokens, junk))
+    a, b = (m3.hidden_states(model.base_model, each(PROMPTS, 3), t, PAD)[mask] for t in (tokens, junk))
     assert torch.equal(a, b)
 
 
@@ -450,7 +499,7 @@ def test_checkpoint_loads_as_an_ordinary_model(world, rewarded):
 
 @pytest.mark.parametrize("argv, word", [
     (["--no-such-flag"], "--no-such-flag"), (["--method", "m4"], "--method"), (["--group-size", "1"], "--group-size"),
-    (["--lam", "1"], "--lam"), (["--micro-batch", "3"], "--micro-batch"), (["--steps", "two"], "--steps"),
+    (["--lam", "1"], "--lam"), (["--micro-batch", "-1"], "--micro-batch"), (["--steps", "two"], "--steps"),
     (["--resume", "nowhere"], "--resume"), (["--temperature", "0"], "--temperature"), (["--plot", "nowhere"], "--plot")])
 def test_a_users_mistake_ends_with_2_and_one_line(world, capsys, argv, word):
     run(world, *argv, code=2)
@@ -1320,10 +1369,11 @@ def test_hutchinson():
 @pytest.mark.parametrize("kind", [*CONFIGS, "gpt2"])
 def test_local_is_exact_under_the_same_cut(kind, tied):
     model, data = small(kind, tied), rows_of()
-    got, grouped = (ntk.kdr(model, *data, "local", group_size=G) for G in (1, 2))
+    order = torch.tensor([3, 0, 2, 1])  # prompts are recognised and run once wherever their rows stand
+    got, shuffled = ntk.kdr(model, *data, "local"), ntk.kdr(model, *(x[order] for x in data), "local")
     model.set_attn_implementation("cut_plainly")
     close(got, ntk.kdr(model, *data, "exact"))
-    close(grouped, got)
+    close(shuffled, [x[order] for x in got])
 
 
 @pytest.mark.parametrize("change", ["lora", "norms", "head", "one_prompt_column", "chunks"])
@@ -1340,7 +1390,7 @@ def test_local_counts_what_is_trained(change):
         ids, mask, D, R = data
         parts = [ntk.head_terms(model, D[:, i], R[:, i], ids[:, 4:-1][:, i]) for i in (slice(0, 2), slice(2, 5))]
         terms = {k: torch.cat([p[k] for p in parts], 1) for k in parts[0]}
-        K = ntk.local_terms(model, ids, mask, 5, terms, group_size=2)[0]
+        K = ntk.local_terms(model, ids, mask, 5, terms)[0]
         return close([K], ntk.kdr(model, *data, "local")[:1])
     got = ntk.kdr(model, *data, "local")
     model.set_attn_implementation("cut_plainly")
@@ -1363,11 +1413,11 @@ def test_flat_tokens_by_chunks_are_the_same(kernel, monkeypatch):
     monkeypatch.setattr(ntk, "local_terms", lambda model, ids, *rest: ran.append(len(ids)) or local(model, ids, *rest))
     for chunk in (4, 100):
         pieces = list(zip(D[real].split(chunk), R[real].split(chunk)))
-        got = ntk.kdr_flat(model, ids, mask, real, pieces, chunk, kernel, 2)
+        got = ntk.kdr_flat(model, ids, mask, real, pieces, chunk, kernel)
         close(got, [x[real] for x in ntk.kdr(model, ids, mask, D, R, kernel)])
     assert ran[::2] == ([4, 4] if kernel == "local" else []) and (got[0] == 0).sum() >= real[2:4].sum()
     if kernel == "local":  # no group at all has one
-        assert not torch.stack(ntk.kdr_flat(model, ids, mask, real, [(D[real], 0 * R[real])], 100, kernel, 2)).any()
+        assert not torch.stack(ntk.kdr_flat(model, ids, mask, real, [(D[real], 0 * R[real])], 100, kernel)).any()
 
 
 def test_low_precision():
@@ -1390,9 +1440,8 @@ def test_errors_name_the_mend():
         with pytest.raises(ValueError, match="--kernel logit"):
             ntk.kdr(bad, *data, "local")
         assert ntk.kdr(bad, *data, "logit")[0].shape == (4, 5)
-    for kwargs in (dict(kernel="magic"), dict(group_size=3), dict(group_size=4)):
-        with pytest.raises(ValueError):
-            ntk.kdr(model, *data, **kwargs)
+    with pytest.raises(ValueError, match="magic"):
+        ntk.kdr(model, *data, kernel="magic")
     with pytest.raises(ValueError, match="N < L"):
         ntk.kdr(model, *data[:3], data[3][:, 1:])
 
@@ -1593,7 +1642,7 @@ def test_occupancy_is_unbiased_and_gives_the_decay_of_the_loss():
     assert (ahead - behind) / (2 * eta) == pytest.approx(-2 * mu * (1 + alpha) * loss(theta).item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("extra", [[], ["--micro-batch", "2", "--vocab-chunk", "7"]])
+@pytest.mark.parametrize("extra", [[], ["--micro-batch", "3", "--vocab-chunk", "7"]])
 def test_occupancy_of_the_loop_is_plain_autograd(world, rewarded, monkeypatch, extra):
     """g and h of both folds, one response at a time, through the whole model and its loss by autograd."""
     caught, drawn, sample, occupancy = [], [], m3.sample, ntk.occupancy
@@ -1830,7 +1879,7 @@ def test_pad_equal_to_end_token():  # Hb10, Hd03
     for row, mask in zip(*a[:2]):
         ends = torch.isin(row, torch.tensor([EOS, 2])).nonzero()
         assert mask.sum() == (int(ends[0]) + 1 if len(ends) else len(row))  # `ids != pad` would leave the end token out
-    h = [m3.hidden_states(model.base_model, PROMPTS, a[0], 8, pad)[a[1]] for pad in (EOS, PAD)]
+    h = [m3.hidden_states(model.base_model, each(PROMPTS, 8), a[0], pad)[a[1]] for pad in (EOS, PAD)]
     assert torch.equal(*h)
 
 
@@ -1851,7 +1900,7 @@ def test_a_word_of_probability_zero_is_never_drawn():
 @pytest.mark.parametrize("prompts, tokens", [(PROMPTS, [[EOS]] * 6), ([[5], [6]], [[EOS, PAD], [7, EOS]] * 2)])
 def test_empty_replies_and_one_token_prompts(prompts, tokens):
     model, tokens, G = tiny(), torch.tensor(tokens), 2
-    h = m3.hidden_states(model.base_model, prompts, tokens, G, PAD)
+    h = m3.hidden_states(model.base_model, each(prompts, G), tokens, PAD)
     z = model.get_output_embeddings()(h)
     for row in range(len(tokens)):
         full = torch.tensor([prompts[row // G] + tokens[row].tolist()])
@@ -1862,7 +1911,7 @@ def test_nothing_but_masked_tokens():  # Hb19
     model = tiny()
     tokens, mask, _ = responses(model)
     none = torch.zeros_like(mask)
-    h = m3.hidden_states(model.base_model, PROMPTS, tokens, 3, PAD)[none]
+    h = m3.hidden_states(model.base_model, each(PROMPTS, 3), tokens, PAD)[none]
     z, params = model.get_output_embeddings()(h), list(model.parameters())
     seed = m3.m3_seed(m3.distill_residual(z, z), m3.reward_residual(z, tokens[none], torch.ones(0)), torch.ones(0), 0.1)
     into = [torch.zeros_like(p) for p in params]
@@ -1931,11 +1980,29 @@ def test_the_text_of_a_reply_is_not_trained_on(world, monkeypatch):  # Hb24
     assert all(torch.equal(one[k], two[k]) for k in one)
 
 
-def test_a_smaller_last_micro_batch(world, rewarded):  # Hb17: 16 rows as 12 and 4
+def test_a_smaller_last_micro_batch(world, rewarded):  # Hb17: 16 rows as 12 and 4, or, across groups, as 5, 5, 5 and 1
     for reduction in ("response", "token"):
         argv = ["--method", "hybrid", "--reduction", reduction, "--steps", "1"]
-        a, b = (run(world, *argv, "--out", f"mb{size}-{reduction}", "--micro-batch", size)[1] for size in ("0", "12"))
-        assert all(a[k] == pytest.approx(b[k], rel=1e-4) for k in ("grad_norm", "loss_R", "loss_D", "kappa", "phi", "alpha_eff"))
+        a, *others = (run(world, *argv, "--out", f"mb{size}-{reduction}", "--micro-batch", size)[1] for size in ("0", "12", "5"))
+        for b in others:
+            assert all(a[k] == pytest.approx(b[k], rel=1e-4) for k in ("grad_norm", "loss_R", "loss_D", "kappa", "phi", "alpha_eff"))
+
+
+def test_micro_batches_hold_rows_of_like_length(world, rewarded, monkeypatch):
+    """The longest first, each cut at its own longest; every row once, with its own prompt."""
+    seen, hidden, sample = [], m3.hidden_states, m3.sample
+    cut = torch.arange(12) < torch.tensor([5, 3, 12, 1] * 4)[:, None]  # an untrained model hardly ever ends its reply
+    monkeypatch.setattr(m3, "sample", lambda *a, **kw: [x & cut[:len(x), :x.shape[1]] if x.dtype == torch.bool else x
+                                                        for x in sample(*a, **kw)])
+    monkeypatch.setattr(m3, "hidden_states", lambda backbone, prompts, tokens, *a, **kw: (
+        seen.append((prompts, tokens)) or hidden(backbone, prompts, tokens, *a, **kw)))
+    line = run(world, "--method", "grpo", "--stats-every", "0", "--kdr-every", "0", "--steps", "1", "--max-new-tokens", "12",
+               "--micro-batch", "3", "--out", "sorted")[1]
+    widths = [tokens.shape[1] for _, tokens in seen]
+    assert widths == [12, 12, 5, 3, 1, 1] and line["length"] == 5.25 and line["grad_norm"] > 0
+    assert [len(prompts) for prompts, _ in seen] == [3, 3, 3, 3, 3, 1]
+    asked = [tuple(p) for prompts, _ in seen for p in prompts]
+    assert sorted(map(asked.count, set(asked))) == [4, 4, 4, 4]
 
 
 def test_distillation_comes_nearer(world, monkeypatch):  # Hb21
@@ -2495,7 +2562,7 @@ def seeded_step(model, ids, tokens, mask, G, chunk=4096):
     backbone, head = m3.split_head(model)
     A, w = torch.linspace(-1, 1, len(tokens)), m3.token_weights(mask, len(tokens))[mask]
     into = [torch.zeros_like(p) for p in params]
-    h = m3.hidden_states(backbone, ids, tokens, G, 0)[mask]
+    h = m3.hidden_states(backbone, each(ids, G), tokens, 0)[mask]
     leaf = h.detach().requires_grad_()
     leaf_grad, y, a = torch.zeros_like(leaf), tokens[mask], A[:, None].expand_as(mask)[mask]
     for c in (slice(i, i + chunk) for i in range(0, len(y), chunk)):
@@ -2515,21 +2582,21 @@ def test_benchmark_toy_step():
 
     def teacher():
         with torch.no_grad():
-            m3.hidden_states(model.base_model, teacher_ids, tokens, 8, 0)
+            m3.hidden_states(model.base_model, each(teacher_ids, 8), tokens, 0)
 
     full, attention, _ = m3.left_pad([p for p in ids for _ in range(8)], 0)
     full, attention = torch.cat([full, tokens], 1), torch.cat([attention, mask.long()], 1)
     texts = m3.decode(tok, tokens, mask)
     A = m3.group_advantages(torch.tensor([float(m3.verify(t, rows[i // 8]["answer"], "toy")) for i, t in enumerate(texts)]), 8)
     with torch.no_grad():
-        z_S, z_T = (model.lm_head(m3.hidden_states(model.base_model, p, tokens, 8, 0)) for p in (ids, teacher_ids))
+        z_S, z_T = (model.lm_head(m3.hidden_states(model.base_model, each(p, 8), tokens, 0)) for p in (ids, teacher_ids))
         delta = [mask[..., None] * x for x in (m3.distill_residual(z_S, z_T), m3.reward_residual(z_S, tokens, A))]
-    local = lambda: ntk.kdr_flat(model, full, attention, mask, [[x[mask] for x in delta]], 10**6, "local", 8)
+    local = lambda: ntk.kdr_flat(model, full, attention, mask, [[x[mask] for x in delta]], 10**6, "local")
     params = list(model.parameters())
     optimizer = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in params])
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.zeros_like(p)
-    z = model.lm_head(m3.hidden_states(model.base_model, ids, tokens, 8, 0))
+    z = model.lm_head(m3.hidden_states(model.base_model, each(ids, 8), tokens, 0))
     statistics = lambda: ntk.geometry(*(torch.autograd.grad(z, params, x, retain_graph=True) for x in delta))
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
     n, size = int(mask.sum()), sum(p.numel() for p in params)

@@ -32,7 +32,7 @@ clipped entropy length truncated mu lr tokens_per_second seconds collapsed""".sp
 # What tells the methods apart. One seed: (1 - alpha) delta_R + alpha delta_D with a fixed alpha ...
 SHARE = {"grpo": 0.0, "opd": 1.0, "rlsd": 0.0, "sdpo": 1.0}  # hybrid: --alpha; the last two for the log alone
 # ... or a gate's alpha_n on normalised residuals ...
-GATE = {"m3-norm": lambda K, cos, f: m3.gate_norm(K, f.alpha_max),
+GATE = {"m3-norm": lambda K, cos, f: torch.full_like(K, f.alpha_max),  # no gate: the reference
         "m3-select": lambda K, cos, f: m3.gate_select(K, f.alpha_max),
         "m3-soft": lambda K, cos, f: m3.gate_soft(cos, f.alpha_max, f.beta),
         "m3-eg": lambda K, cos, f: m3.gate_soft(cos, f.alpha_max, f.beta)}
@@ -53,8 +53,8 @@ PRESETS = {
     "table-calm": "--compare grpo opd hybrid gradnorm pcgrad minnorm rlsd sdpo m3-norm m3-select m3-soft m3-eg "
                   "--steps 60 --lr 1e-4 --stats-every 5 --kdr-every 5 --eval-every 10",
     # Ten times the learning rate: the policy can run off the format of the answers, and what anchors it decides.
-    "table-stress": "--compare grpo hybrid gradnorm pcgrad rlsd sdpo m3-norm m3-select m3-soft m3-eg --steps 240 --lr 1e-3 "
-                    "--kernel logit --stats-every 20 --kdr-every 5 --eval-every 80",
+    "table-stress": "--compare grpo opd hybrid gradnorm pcgrad minnorm rlsd sdpo m3-norm m3-select m3-soft m3-eg "
+                    "--steps 240 --lr 1e-3 --kernel logit --stats-every 20 --kdr-every 5 --eval-every 80",
     # The teacher's loss a thousandth of itself: kappa in the thousands, which a normalised residual does not notice.
     "table-high-kappa": "--compare grpo hybrid gradnorm m3-select m3-soft --steps 60 --lr 1e-4 --distill-scale 1e-3 "
                         "--eps 1e-4 --stats-every 5 --kdr-every 5 --eval-every 10",
@@ -129,7 +129,7 @@ def parse_flags(argv):
     flag(g, "--lr", 1e-4, "AdamW learning rate, in [0, 1]", lambda v: 0 <= v <= 1)
     flag(g, "--weight-decay", 0.0, "AdamW's, in [0, 1]", lambda v: 0 <= v <= 1)
     flag(g, "--clip", 1.0, "largest gradient norm, above 0", above_0)
-    flag(g, "--micro-batch", 0, "rows per training pass, a multiple or divisor of --group-size; 0 is all", not_negative)
+    flag(g, "--micro-batch", 0, "rows per training pass, sorted by length; 0 is all", not_negative)
     flag(g, "--sample-batch", 0, "prompts sampled at a time, 0 is all (neither changes a result, but hutchinson's)", not_negative)
     g.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations: less memory, more time")
     flag(g, "--vocab-chunk", 4096, "response tokens whose logits exist at one time, at least 1", at_least_1)
@@ -172,8 +172,6 @@ def parse_flags(argv):
             fail(f"--{name.replace('_', '-')} {value} is out of range: {texts[name]}")
     WORLD == 1 or not flags.compare or fail("--compare starts its own processes: leave out torchrun")
     flags.prompts_per_step % WORLD and fail(f"--prompts-per-step must be a multiple of the {WORLD} processes")
-    if flags.micro_batch and flags.micro_batch % flags.group_size and flags.group_size % flags.micro_batch:
-        fail("--micro-batch must be a multiple or a divisor of --group-size")
     if flags.model == "toy" != flags.dataset:
         fail("--dataset: the toy model only knows the toy world; give a --model")
     if flags.model != "toy" and {flags.teacher, *(flags.compare or ())} & {*TOY_TEACHERS}:
@@ -504,10 +502,11 @@ def add_up(tensors):
 def evaluate(model, tokenizer, rows, flags, eos_ids, prompt="prompt_ids"):
     """Greedy accuracy on `rows`: verified / all of them. Returns it with the completions."""
     parts, batch = [], flags.prompts_per_step * flags.group_size
-    for i in range(RANK * batch, len(rows), WORLD * batch):
-        tokens, mask, _ = m3.sample(model, [r[prompt] for r in rows[i:i + batch]], 1, flags.max_new_tokens, 0.0,
-                                    eos_ids=eos_ids, pad_id=tokenizer.pad_token_id)
-        parts.append((i, m3.decode(tokenizer, tokens, mask)))
+    with torch.inference_mode(), m3.packed(model):
+        for i in range(RANK * batch, len(rows), WORLD * batch):
+            tokens, mask, _ = m3.sample(model, [r[prompt] for r in rows[i:i + batch]], 1, flags.max_new_tokens, 0.0,
+                                        eos_ids=eos_ids, pad_id=tokenizer.pad_token_id)
+            parts.append((i, m3.decode(tokenizer, tokens, mask)))
     texts = [text for _, part in sorted(sum(gather(parts), [])) for text in part]
     return sum(m3.verify(t, r["answer"], r["kind"]) for t, r in zip(texts, rows)) / len(rows), texts
 
@@ -626,8 +625,8 @@ def train(flags):
         append_line(out / "metrics.jsonl", log[-1])
     group, share, pad_id = flags.group_size, flags.prompts_per_step // WORLD, tokenizer.pad_token_id
     mine, rows_here = slice(RANK * share, RANK * share + share), share * group  # of this process
-    micro, unit = flags.micro_batch or rows_here, min(flags.micro_batch or group, group)  # unit: rows that share a prompt
     chunks = lambda n: range(0, n, flags.vocab_chunk)
+    tempered = lambda z: z.float() / flags.temperature if flags.temperature != 1 else z.float()  # [.., V]: no pass for nothing
     due = lambda every, step: every > 0 and step % every == 0
     bar = tqdm(range(first, flags.steps + 1), initial=first - 1, total=flags.steps, dynamic_ncols=True, disable=RANK > 0)
     for step in bar:
@@ -638,9 +637,10 @@ def train(flags):
         generator = torch.Generator().manual_seed(flags.seed * 1_000_003 + step)
         uniforms = torch.rand(len(batch), group, flags.max_new_tokens, generator=generator)[mine].flatten(0, 1)
         asked, at_once = batch[mine], flags.sample_batch or share
-        rollouts = [m3.sample(model, [p["prompt_ids"] for p in asked[i:i + at_once]], group, flags.max_new_tokens,
-                              flags.temperature, eos_ids=eos_ids, pad_id=pad_id, top_p=flags.top_p, top_k=flags.top_k,
-                              uniforms=uniforms[i * group:(i + at_once) * group]) for i in range(0, share, at_once)]
+        with torch.inference_mode(), m3.packed(model):
+            rollouts = [m3.sample(model, [p["prompt_ids"] for p in asked[i:i + at_once]], group, flags.max_new_tokens,
+                                  flags.temperature, eos_ids=eos_ids, pad_id=pad_id, top_p=flags.top_p, top_k=flags.top_k,
+                                  uniforms=uniforms[i * group:(i + at_once) * group]) for i in range(0, share, at_once)]
         longest = max(part[0].shape[1] for part in rollouts)
         tokens, mask = (torch.cat([torch.nn.functional.pad(part[k], (0, longest - part[k].shape[1]), value=fill)
                                    for part in rollouts]) for k, fill in ((0, pad_id), (1, False)))  # [B, N]
@@ -660,47 +660,47 @@ def train(flags):
         wanted += [] if flags.method in MIX else ["update"]
         wanted += ["g0", "g1"] if due(flags.occupancy_every, step) else []  # D of even and of odd responses alone
         grads = {name: [torch.zeros_like(p, dtype=torch.float32) for p in params] for name in wanted}
-        seen = {name: [] for name in ["w", "A", "logp", "entropy", "D", "clipped", "alpha", "norm_R", "K", "cos"]}
+        seen = {name: [] for name in ["row", "w", "A", "logp", "entropy", "D", "clipped", "alpha", "norm_R", "K", "cos"]}
         fold = torch.arange(rows_here, device=device) % group % 2  # [B]
         whole_over_fold = group / (group - group // 2), group / (group // 2)
-        siblings = m3.sdpo_siblings(rewards.tolist(), group) if flags.method == "sdpo" else [0] * rows_here
+        siblings, hinted = [0] * rows_here, [problem["teacher_ids"] for problem in owner]
+        if flags.method == "sdpo":  # its teacher reads a successful other response
+            siblings = m3.sdpo_siblings(rewards.tolist(), group)
+            hinted = m3.encode(tokenizer, [m3.prompt_text(tokenizer, owner[b], shots, texts[i]) for b, i in enumerate(siblings)])
         look = flags.method in GATE or due(flags.kdr_every, step)
         alone = flags.method == "grpo" and not look and wanted == ["update"]  # nobody asks the teacher: it is not run
 
         def micro_batches(of_row):
-            """Rows, their problems and replies; of their real tokens h [T, d], with a graph, and y, A, w [T]."""
-            for i in range(0, rows_here, micro):
-                rows, n = slice(i, i + micro), int(mask[i:i + micro].sum(1).max())  # n: of the longest reply among these
-                owners, real, replies = owner[i:i + micro:unit], mask[rows, :n], tokens[rows, :n]  # [B, n]
+            """Rows and their replies; of their real tokens the row, h [T, d] with a graph, y, A and w [T]."""
+            lengths = mask.sum(1)  # micro-batches hold rows of like length; the longest first: if one does not fit, it is that
+            order = lengths.argsort(descending=True, stable=True) if flags.micro_batch else torch.arange(rows_here, device=device)
+            for rows in order.split(flags.micro_batch or rows_here):
+                real, replies = (x[rows, :lengths[rows].max()] for x in (mask, tokens))  # [B, n]
                 model.train(flags.gradient_checkpointing)
-                h = m3.hidden_states(backbone, [p["prompt_ids"] for p in owners], replies, unit, pad_id,
+                h = m3.hidden_states(backbone, [owner[b]["prompt_ids"] for b in rows], replies, pad_id,
                                      share=not flags.gradient_checkpointing)[real]
                 model.eval()
-                yield rows, owners, real, replies, h, replies[real], of_row[rows, None].expand_as(real)[real], weights[rows, :n][real]
+                row = rows[:, None].expand_as(real)[real]
+                yield rows, real, replies, row, h, replies[real], of_row[row], weights[rows, :real.shape[1]][real]
 
-        for rows, owners, real, replies, h, y, A, w in micro_batches(advantages):
-            with torch.no_grad(), m3.lora_off(teacher):  # the teacher scores the same tokens; only what stands before them differs
-                shared, hinted = unit, [p["teacher_ids"] for p in owners]
-                if flags.method == "sdpo":  # its teacher reads a successful other response
-                    shared, hinted = 1, m3.encode(tokenizer, [m3.prompt_text(tokenizer, problem, shots, texts[sibling])
-                                                           for problem, sibling in zip(owner[rows], siblings[rows])])
-                h_T = h if alone else m3.hidden_states(teacher_backbone, hinted, replies, shared, pad_id)[real]
+        for rows, real, replies, row, h, y, A, w in micro_batches(advantages):
+            with torch.inference_mode(), m3.lora_off(teacher):  # the same tokens; only what stands before them differs
+                h_T = h if alone else m3.hidden_states(teacher_backbone, [hinted[b] for b in rows], replies, pad_id)[real]
             leaf = h.detach().requires_grad_()  # cut here: the seeds of all chunks add up in leaf_grads, then enter h at once
             leaf_grads = {name: torch.zeros_like(leaf) for name in wanted}
-            taught = (torch.tensor(siblings, device=device)[rows, None] >= 0).expand_as(real)[real]
-            odd = fold[rows, None].expand_as(real)[real]
-            part = {name: w * (odd == int(name[1])) * whole_over_fold[int(name[1])] if name[0] == "g" else w for name in wanted}
+            taught = torch.tensor(siblings, device=device)[row] >= 0
+            part = {name: w * (fold[row] == int(name[1])) * whole_over_fold[int(name[1])] if name[0] == "g" else w for name in wanted}
 
             @functools.lru_cache(int(len(y) <= flags.vocab_chunk))  # a single chunk is kept, of several each is run again
             def signals(i):
                 """Logits z of the chunk at token i, with a graph, and all that follows in closed form."""
                 c = slice(i, i + flags.vocab_chunk)
-                z = head(leaf[c]).float() / flags.temperature  # [chunk, V]
+                z = tempered(head(leaf[c]))  # [chunk, V]
                 with torch.no_grad():
                     z_S, delta_R = z.detach(), m3.reward_residual(z.detach(), y[c], A[c])
                     if alone:  # stand-ins that nobody reads
                         return c, z, z_S, z_S, torch.zeros_like(w[c]), w[c] < 0, 0.0, delta_R, delta_R
-                    z_T = teacher_head(h_T[c]).float() / flags.temperature  # no head has an adapter
+                    z_T = tempered(teacher_head(h_T[c]))  # no head has an adapter
                     D = m3.divergence(z_S, z_T, flags.divergence, flags.lam) * flags.distill_scale * taught[c]
                     clipped = D >= (flags.tau or math.inf) * flags.distill_scale
                     scale = flags.distill_scale * (~clipped & taught[c])[:, None]
@@ -709,10 +709,10 @@ def train(flags):
 
             K = cos = None if look else torch.zeros_like(w)  # if nobody looks, nothing reads them
             if look and flags.kernel != "logit":  # a pass of its own: the gate needs K before the seed can be formed
-                ids, attention, _ = m3.left_pad([p["prompt_ids"] for p in owners for _ in range(unit)], pad_id, device)
+                ids, attention, _ = m3.left_pad([owner[b]["prompt_ids"] for b in rows], pad_id, device)
                 ids, attention = torch.cat([ids, replies], 1), torch.cat([attention, real.long()], 1)  # [B, L]
                 K, cos = ntk.kdr_flat(model, ids, attention, real, (signals(i)[-2:] for i in chunks(len(y))), flags.vocab_chunk,
-                                      flags.kernel, unit, generator)
+                                      flags.kernel, generator)
             for i in chunks(len(y)):
                 c, z, z_S, z_T, D, clipped, scale, delta_F, delta_R = signals(i)
                 with torch.no_grad():
@@ -736,9 +736,9 @@ def train(flags):
                     else:  # Hybrid = (1 - alpha) L_R + alpha L_D; GRPO and OPD are its ends
                         seed = (1 - alpha[:, None]) * delta_R + alpha[:, None] * delta_D
                     log_ps = m3.log_softmax(z_S)
-                    for name, value in dict(w=w[c], A=A[c], D=D, clipped=clipped, alpha=alpha, K=K_c, cos=cos_c,
+                    for name, value in dict(row=row[c], w=w[c], A=A[c], D=D, clipped=clipped, alpha=alpha, K=K_c, cos=cos_c,
                                             logp=log_ps.gather(-1, y[c, None])[:, 0], norm_R=delta_R.norm(dim=-1),
-                                            entropy=-m3.kl(log_ps, torch.zeros_like(log_ps))).items():
+                                            entropy=torch.special.entr(log_ps.exp()).sum(-1)).items():
                         seen[name].append(value)
                 for name in wanted:
                     value = dict(update=seed, R=delta_R).get(name, delta_D) * part[name][c, None]
@@ -751,14 +751,14 @@ def train(flags):
             for *_, h, y, A, w in micro_batches(of_row):
                 leaf, leaf_grad = h.detach().requires_grad_(), torch.zeros_like(h)
                 for c in (slice(i, i + flags.vocab_chunk) for i in chunks(len(y))):
-                    z = head(leaf[c]).float() / flags.temperature
+                    z = tempered(head(leaf[c]))
                     seed = seed_of(m3.reward_residual(z.detach(), y[c], A[c]), w[c, None])
                     m3.accumulate([leaf_grad, *into], z, [leaf, *params], seed)
                 m3.accumulate(into, h, params, leaf_grad)
 
         if "g0" in wanted:  # h of [VLS E.1]: what moving the visited prefixes does to the loss, (L - baseline) grad log pi
             D = torch.cat(seen["w"]) * torch.cat(seen["D"]).clamp(max=(flags.tau or math.inf) * flags.distill_scale)
-            L = torch.zeros(rows_here, device=device).index_add(0, mask.nonzero()[:, 0], D).view(-1, group)  # [P, G]
+            L = torch.zeros(rows_here, device=device).index_add(0, torch.cat(seen["row"]), D).view(-1, group)  # [P, G]
             for k, other in (0, L[:, 1::2]), (1, L[:, ::2]):
                 grads[f"h{k}"] = [torch.zeros_like(p, dtype=torch.float32) for p in params]
                 centred = (L - other.mean(1, keepdim=True)).flatten() * (fold == k)  # the baseline is the other fold's mean
