@@ -1,7 +1,6 @@
 """M3 as pure functions: hybrid reward + on-policy distillation, one logit seed, one backward pass.
 
-Copy these functions; this is not a library. Everything comes in as an argument and goes out as a tensor; the loop
-that calls them is train.py's. Needs torch alone.
+Copy these functions; this is not a library: arguments in, tensors out, the loop is train.py's. Needs torch alone.
 
 A student samples G responses per prompt. A verifier pays each 0 or 1. A teacher that sees more (the frozen initial
 policy, reading the gold solution too) gives a distribution at every token. Both signals are written as "residuals",
@@ -106,18 +105,21 @@ def cache_name(model):
 
 @contextlib.contextmanager
 def packed(model):
-    """For sampling on a CPU: inside, large float32 linear layers read copies of their weights, laid out by oneDNN.
-    A decoding step is few rows against all weights, and torch's own product reads those at a third of the memory's speed."""
-    layers = [m for m in model.modules() if type(m) is torch.nn.Linear and "forward" not in vars(m) and
-              (m.weight.device.type, m.weight.dtype) == ("cpu", torch.float32) and m.weight.numel() > 1e5]
-    dnn = torch.ops.mkldnn
+    """For sampling on a CPU: inside, large float32 linear layers read copies of their weights, adapters added up, laid out by
+    oneDNN. A decoding step is few rows against all weights, which torch's own product reads at a third of the memory's speed."""
+    dnn, layers = torch.ops.mkldnn, {}
+    for m in model.modules() if hasattr(dnn, "_linear_pointwise") else ():  # a torch without oneDNN: nothing happens
+        base = m.base if isinstance(m, LoRA) and m.on else m
+        if type(base) is torch.nn.Linear and base.weight.numel() > 1e5 and "forward" not in vars(m) and (
+                base.weight.device.type, base.weight.dtype) == ("cpu", torch.float32):
+            layers.setdefault(base, m)  # modules() has an adapter before its base
     try:
-        for m in layers if hasattr(dnn, "_linear_pointwise") else ():  # a torch without oneDNN: nothing happens
-            blocks = dnn._reorder_linear_weight(m.weight.detach(), 8)  # for about 8 rows
-            m.forward = lambda x, w=blocks, b=m.bias: dnn._linear_pointwise(x, w, b, "none", [], "")
+        for base, m in layers.items():
+            blocks = dnn._reorder_linear_weight(base.weight.detach() if m is base else m.merged(), 8)  # for about 8 rows
+            m.forward = lambda x, w=blocks, b=base.bias: dnn._linear_pointwise(x, w, b, "none", [], "")
         yield
     finally:
-        [vars(m).pop("forward", None) for m in layers]
+        [vars(m).pop("forward", None) for m in layers.values()]
 
 def filter_logits(logits, top_p=1.0, top_k=0):
     """Nucleus and top-k filters. logits [..., V], already divided by the temperature -> the same with -inf outside."""
@@ -151,11 +153,11 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_i
 
     # Each distinct prompt is read once; its key/value cache is then repeated for the G responses.
     ids, attention, positions = left_pad(prompts, pad_id, device)  # [P, L]
-    out = model(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=True, logits_to_keep=1)
-    cache = out[kv := cache_name(model)]
+    run = torch.inference_mode()(lambda **kw: model(**kw))  # not all of this function: its tokens go into graphs later
+    out = run(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=True, logits_to_keep=1)
+    cache, width = out[kv := cache_name(model)], ids.shape[1]
     cache.batch_repeat_interleave(group_size)
     logits = out.logits[:, -1].repeat_interleave(group_size, 0)  # [B, V]; [:, -1] also suits a model that gave all
-    width = attention.shape[1]
     attention = F.pad(attention, (0, max_new_tokens), value=1).repeat_interleave(group_size, 0)  # [B, L+N]
     positions = positions[:, -1:].repeat_interleave(group_size, 0)  # [B, 1]
     alive = torch.arange(rows, device=device)  # rows of the output that are still being written
@@ -168,8 +170,7 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_i
             logp = filter_logits(logits.float() / temperature, top_p, top_k).log_softmax(-1)
             cdf = logp.exp().cumsum(-1)
             # right=True: the first id whose CDF is strictly above u, so an id of probability 0 is never drawn.
-            y = torch.searchsorted(cdf, uniforms[alive, n, None] * cdf[:, -1:], right=True).squeeze(-1)
-            y = y.clamp(max=logits.shape[-1] - 1)
+            y = torch.searchsorted(cdf, uniforms[alive, n, None] * cdf[:, -1:], right=True)[:, 0].clamp(max=cdf.shape[1] - 1)
         tokens[alive, n], mask[alive, n] = y, True
         logprobs[alive, n] = logp.gather(-1, y[:, None]).squeeze(-1)
         going = torch.isin(y, eos, invert=True)
@@ -180,8 +181,8 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_i
             cache.batch_select_indices(keep)
             alive, y, attention, positions = alive[keep], y[keep], attention[keep], positions[keep]
         positions = positions + 1
-        logits = model(input_ids=y[:, None], attention_mask=attention[:, : width + n + 1], position_ids=positions,
-                       use_cache=True, **{kv: cache}).logits[:, -1]
+        logits = run(input_ids=y[:, None], attention_mask=attention[:, : width + n + 1], position_ids=positions,
+                     use_cache=True, **{kv: cache}).logits[:, -1]
     return tokens[:, : n + 1], mask[:, : n + 1], logprobs[:, : n + 1]
 
 def decode(tokenizer, tokens, mask):
@@ -481,8 +482,7 @@ def gate_soft(cos, alpha_max, beta):
 def m3_seed(delta_D, delta_R, alpha, eps):
     """Eq 11 per token: alpha_n delta_D^ + (1 - alpha_n) delta_R^. [T, V], [T, V], [T] -> [T, V].
 
-    Token weights (1/N) and the common scale s_bar are the caller's: s_bar multiplies the whole gradient, so it can
-    wait until the batch that defines it has been seen.
+    Token weights (1/N) and s_bar are the caller's: a factor of the whole gradient can wait for the batch that defines it.
     """
     return alpha[..., None] * normalize(delta_D, eps) + (1 - alpha[..., None]) * normalize(delta_R, eps)
 
@@ -531,9 +531,8 @@ def rlsd_residual(student_logits, teacher_logits, tokens, advantages, lam):
 
 def sdpo_siblings(rewards, group_size):
     """SDPO: for each row the first OTHER row of its group with reward 1, or -1. rewards [B] -> list of B ints."""
-    rows = range(len(rewards))
-    return [next((j for j in range(i - i % group_size, i - i % group_size + group_size) if j != i and rewards[j] > 0), -1)
-            for i in rows]
+    group = lambda i: range(i - i % group_size, i - i % group_size + group_size)
+    return [next((j for j in group(i) if j != i and rewards[j] > 0), -1) for i in range(len(rewards))]
 
 def sdpo_residual(student_logits, teacher_logits, k=100):
     """SDPO: gradient of the JSD (lam = 1/2) over the student's k likeliest tokens and one bucket for all others.
@@ -570,6 +569,10 @@ class LoRA(torch.nn.Module):
         y = self.base(x)
         return (y + self.lora_B(2 * self.lora_A(x.to(self.lora_A.weight.dtype)))).to(y.dtype) if self.on else y
 
+    def merged(self):  # W + 2 B A, rounded once
+        weight, delta = self.base.weight.detach(), 2 * self.lora_B.weight.detach() @ self.lora_A.weight.detach()
+        return (weight + (delta.T if self.turned else delta)).to(weight.dtype)
+
 def add_lora(model, rank, seed):
     """Freeze the model; put an adapter on every linear layer of its blocks (".0." in the name), not on the head."""
     with torch.random.fork_rng(devices=[]):
@@ -594,7 +597,4 @@ def lora_state(model):  # model.load_state_dict(it, strict=False) puts it back
 def merged_state(model):
     """W + 2 B A under the base's own names, for save_pretrained(folder, state_dict=...). The model is not touched."""
     state = {name.replace(".base.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
-    for name, layer in [(n, layer) for n, layer in model.named_modules() if isinstance(layer, LoRA)]:
-        weight, delta = layer.base.weight.detach(), 2 * layer.lora_B.weight.detach() @ layer.lora_A.weight.detach()
-        state[f"{name}.weight"] = (weight + (delta.T if layer.turned else delta)).to(weight.dtype)
-    return state
+    return state | {f"{name}.weight": layer.merged() for name, layer in model.named_modules() if isinstance(layer, LoRA)}

@@ -233,30 +233,35 @@ def test_packed_weights_sample_the_same_and_leave_nothing_behind(lora):
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
-    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    swapped = lambda: [m for m in model.modules() if "forward" in vars(m)]
     go = lambda: m3.sample(model, PROMPTS, 2, 8, eos_ids=[EOS], pad_id=PAD, generator=torch.Generator().manual_seed(0))
     plain, before = go(), [p.clone() for p in model.parameters()]
     with m3.packed(model):
         if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-            large = [m for m in layers if m.weight.numel() > 1e5]
-            assert large and [m for m in layers if "forward" in vars(m)] == large
+            assert len(swapped()) == 2 * 3 and all(type(m) is (m3.LoRA if lora else torch.nn.Linear) for m in swapped())
         got = go()
         with m3.packed(model):  # once more changes nothing
             again = go()
-    assert not any("forward" in vars(m) for m in layers)
+    assert not swapped()
     assert torch.equal(got[0], plain[0]) and torch.equal(again[2], got[2])
     torch.testing.assert_close(got[2], plain[2], rtol=1e-4, atol=1e-4)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
-    for m in layers:  # the copies are of the weights as they are now
-        m.weight.data.mul_(-1.5)
+    for m in model.modules():  # the copies are of the weights as they are now
+        if isinstance(m, torch.nn.Linear):
+            m.weight.data.mul_(-1.5)
     turned = go()[2]
+    with m3.lora_off(model):  # and of the base alone where its adapters are off
+        base = go()[2]
+        with m3.packed(model):
+            torch.testing.assert_close(go()[2], base, rtol=1e-4, atol=1e-4)
+    assert lora != torch.equal(base, turned)
     with pytest.raises(KeyError), m3.packed(model):
         torch.testing.assert_close(go()[2], turned, rtol=1e-4, atol=1e-4)
         raise KeyError
-    assert not any("forward" in vars(m) for m in layers)
+    assert not swapped()
     model.bfloat16()
     with m3.packed(model):
-        assert not any("forward" in vars(m) for m in layers)
+        assert not swapped()
 
 
 def test_sampler_draws_from_the_model_and_not_from_its_generation_config():
@@ -2556,13 +2561,13 @@ def toy_batch(P=8, G=8, N=24):
     return model, tok, rows, ids, go
 
 
-def seeded_step(model, ids, tokens, mask, G, chunk=4096):
-    """One GRPO forward and backward as the loop does it."""
+def seeded_step(model, prompts, tokens, mask, chunk=4096):
+    """One GRPO forward and backward as the loop does it. prompts: one per row."""
     params = [p for p in model.parameters() if p.requires_grad]
     backbone, head = m3.split_head(model)
     A, w = torch.linspace(-1, 1, len(tokens)), m3.token_weights(mask, len(tokens))[mask]
     into = [torch.zeros_like(p) for p in params]
-    h = m3.hidden_states(backbone, each(ids, G), tokens, 0)[mask]
+    h = m3.hidden_states(backbone, prompts, tokens, 0)[mask]
     leaf = h.detach().requires_grad_()
     leaf_grad, y, a = torch.zeros_like(leaf), tokens[mask], A[:, None].expand_as(mask)[mask]
     for c in (slice(i, i + chunk) for i in range(0, len(y), chunk)):
@@ -2608,7 +2613,7 @@ def test_benchmark_toy_step():
             for xs in [few] * tokens.shape[1] + [many] * 3:
                 [x @ w.T for x, w in zip(xs, weights)]
 
-    s, t, u, k, o, c, g, f = timed(sample, teacher, lambda: seeded_step(model, ids, tokens, mask, 8), local, optimizer.step,
+    s, t, u, k, o, c, g, f = timed(sample, teacher, lambda: seeded_step(model, each(ids, 8), tokens, mask), local, optimizer.step,
                                    statistics, lambda: a @ b, products)
     floor = 8 * size * n / (2 * 1024**3 / g)  # 2 per sampled, 6 per trained token and parameter
     report("toy step, 8 x 8 responses", tokens=n, groups_with_a_signal=len(A.view(-1, 8).any(1).nonzero()), sample=s, teacher=t, score_and_backward=u, kernel_local=k, statistics=c,
@@ -2634,7 +2639,10 @@ def test_benchmark_sampling_against_generate(toy):
     pad = tok.pad_token_id
     left, attention, _ = m3.left_pad([p for p in ids for _ in range(G)], pad)
     produced = []
-    sample = lambda: m3.sample(model, ids, G, N, eos_ids=eos_ids, pad_id=pad, generator=torch.Generator().manual_seed(0))
+
+    def sample():  # as the loop does it
+        with m3.packed(model):
+            return m3.sample(model, ids, G, N, eos_ids=eos_ids, pad_id=pad, generator=torch.Generator().manual_seed(0))
 
     def generate():
         torch.manual_seed(0)
@@ -2663,14 +2671,35 @@ model = Qwen3ForCausalLM(Qwen3Config(vocab_size=151936, hidden_size=128, interme
     num_attention_heads=4, num_key_value_heads=2, head_dim=32)).eval()
 model.get_output_embeddings().weight.requires_grad_(False)
 tokens, mask = torch.randint(9, (16, 64)), torch.ones(16, 64).bool()
-ids = [[5, 6, 7]] * 2
+prompts = [[5, 6, 7]] * 16
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.perf_counter()
-test_m3.seeded_step(model, ids, tokens, mask, 8, {chunk})
+test_m3.seeded_step(model, prompts, tokens, mask, {chunk})
 print(time.perf_counter() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)
 """
-    seconds, grown = map(float, subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
+    # Through a shell that forks: a process that is started directly inherits the highest mark of this one's memory.
+    done = subprocess.run(["sh", "-c", '"$0" -c "$1"; exit', sys.executable, code], capture_output=True, text=True)
+    seconds, grown = map(float, done.stdout.split())
     report("vocabulary chunks, V = 151,936, 1,024 positions", chunk=chunk, seconds=seconds, gigabytes_grown=grown)
+
+
+@pytest.mark.benchmark
+def test_benchmark_micro_batches_by_length():
+    """64 responses of 8 to 256 tokens in micro-batches of 16: sorted by length, as the loop does it, against as they come."""
+    torch.manual_seed(0)
+    model = train.Qwen3ForCausalLM(train.Qwen3Config(vocab_size=1000, hidden_size=256, intermediate_size=768, head_dim=64,
+                                                     num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)).eval()
+    prompts = each(torch.randint(3, 1000, (8, 100)).tolist(), 8)
+    lengths, tokens = torch.randint(8, 257, (64,)), torch.randint(3, 1000, (64, 256))
+    mask = torch.arange(256) < lengths[:, None]
+
+    def step(order):
+        for rows in order.split(16):
+            n = lengths[rows].max()
+            seeded_step(model, [prompts[b] for b in rows], tokens[rows, :n], mask[rows, :n])
+
+    by_length, plain = timed(lambda: step(lengths.argsort(descending=True)), lambda: step(torch.arange(64)), repeats=5)
+    report("micro-batches by length", tokens=int(mask.sum()), by_length=by_length, as_they_come=plain, ratio=by_length / plain)
 
 
 @pytest.mark.benchmark

@@ -502,7 +502,7 @@ def add_up(tensors):
 def evaluate(model, tokenizer, rows, flags, eos_ids, prompt="prompt_ids"):
     """Greedy accuracy on `rows`: verified / all of them. Returns it with the completions."""
     parts, batch = [], flags.prompts_per_step * flags.group_size
-    with torch.inference_mode(), m3.packed(model):
+    with m3.packed(model):
         for i in range(RANK * batch, len(rows), WORLD * batch):
             tokens, mask, _ = m3.sample(model, [r[prompt] for r in rows[i:i + batch]], 1, flags.max_new_tokens, 0.0,
                                         eos_ids=eos_ids, pad_id=tokenizer.pad_token_id)
@@ -637,7 +637,7 @@ def train(flags):
         generator = torch.Generator().manual_seed(flags.seed * 1_000_003 + step)
         uniforms = torch.rand(len(batch), group, flags.max_new_tokens, generator=generator)[mine].flatten(0, 1)
         asked, at_once = batch[mine], flags.sample_batch or share
-        with torch.inference_mode(), m3.packed(model):
+        with m3.packed(model):
             rollouts = [m3.sample(model, [p["prompt_ids"] for p in asked[i:i + at_once]], group, flags.max_new_tokens,
                                   flags.temperature, eos_ids=eos_ids, pad_id=pad_id, top_p=flags.top_p, top_k=flags.top_k,
                                   uniforms=uniforms[i * group:(i + at_once) * group]) for i in range(0, share, at_once)]
