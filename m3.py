@@ -14,7 +14,7 @@ Departures from the textbook, and why:
   2. No ratio clip and no reference KL: one update per batch, so the ratio is 1; the frozen teacher is the anchor.
   3. Eq 1 is clipped on the token's SUM. Clipping each vocabulary entry, as OPSD's code does under the same letter
      tau, pushes the clipped entries down instead of leaving the token alone.
-  4. The sampler draws by inverse CDF from uniforms fixed per (row, position): no splitting changes a token's number.
+  4. The sampler draws by inverse CDF from uniforms fixed per (row, position), however rows are dropped or batches split.
 
 Shapes: P prompts, G responses per prompt, B = P*G rows, N response positions, V vocabulary, d hidden size,
 T = number of real (unmasked) response tokens of a batch, laid out flat. p_S student, p_T teacher, y sampled token.
@@ -105,8 +105,9 @@ def cache_name(model):
 
 @contextlib.contextmanager
 def packed(model):
-    """For sampling on a CPU: inside, large float32 linear layers read copies of their weights, adapters added up, laid out by
-    oneDNN. A decoding step is few rows against all weights, which torch's own product reads at a third of the memory's speed."""
+    """For sampling on a CPU: inside, large float32 linear layers read a second copy of their weights, laid out by oneDNN. In a
+    decoding step few rows meet all weights, which torch's own product reads at a third of the memory's speed. No gradients
+    inside; adapters that are on when it begins are added up and stay on."""
     dnn, layers = torch.ops.mkldnn, {}
     for m in model.modules() if hasattr(dnn, "_linear_pointwise") else ():  # a torch without oneDNN: nothing happens
         base = m.base if isinstance(m, LoRA) and m.on else m
@@ -115,7 +116,7 @@ def packed(model):
             layers.setdefault(base, m)  # modules() has an adapter before its base
     try:
         for base, m in layers.items():
-            blocks = dnn._reorder_linear_weight(base.weight.detach() if m is base else m.merged(), 8)  # for about 8 rows
+            blocks = dnn._reorder_linear_weight(base.weight.detach() if m is base else m.merged(), 8)  # 8 rows: a hint
             m.forward = lambda x, w=blocks, b=base.bias: dnn._linear_pointwise(x, w, b, "none", [], "")
         yield
     finally:
@@ -151,7 +152,7 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_i
     mask = torch.zeros(rows, max_new_tokens, dtype=torch.bool, device=device)
     logprobs = torch.zeros(rows, max_new_tokens, device=device)
 
-    # Each distinct prompt is read once; its key/value cache is then repeated for the G responses.
+    # Each prompt is read once; its key/value cache is then repeated for the G responses.
     ids, attention, positions = left_pad(prompts, pad_id, device)  # [P, L]
     run = torch.inference_mode()(lambda **kw: model(**kw))  # not all of this function: its tokens go into graphs later
     out = run(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=True, logits_to_keep=1)
@@ -348,16 +349,16 @@ def hidden_states(backbone, prompts, tokens, pad_id, share=True):
     Only `prompts` differs between student and teacher, so no two tokens can slip out of step. share=False reads the
     prompt once per row, without a cache: slower, equal, and what gradient checkpointing needs.
     """
-    # Each distinct prompt is read once, not once per response: its cache is copied to its rows, and gradients flow back
-    # through the copies. All but its last id goes into the cache; that last id then predicts response position 0, so the
-    # N columns that follow are exactly the N positions wanted: no slicing, no off-by-one.
+    # Each distinct prompt is read once; its cache is copied to its rows, and gradients flow back through the copies. All
+    # but its last id goes into the cache; that one predicts response position 0: the N columns from it on are those wanted.
     order, kv, cache = {}, cache_name(backbone), None
     which = torch.tensor([order.setdefault(tuple(p), len(order)) for p in prompts], device=tokens.device)  # [B]
     ids, attention, positions = left_pad(list(order), pad_id, tokens.device)  # [P, L]
     if share and ids.shape[1] > 1:
         cache = backbone(input_ids=ids[:, :-1], attention_mask=attention[:, :-1], position_ids=positions[:, :-1],
                          use_cache=True)[kv]
-        cache.batch_select_indices(which)
+        for layer in cache.layers:  # not by [which]: on a CPU its gradient adds up in any order, and no run is like the next
+            layer.keys, layer.values = (x.index_select(0, which) for x in (layer.keys, layer.values))
     ids, positions = ids[which], positions[which]  # [B, L]
     # Right padding needs no mask: attention is causal, and padded positions are thrown away by the caller.
     attention = F.pad(attention[which], (0, tokens.shape[1] - 1), value=1)  # [B, L-1+N]
@@ -487,10 +488,8 @@ def m3_seed(delta_D, delta_R, alpha, eps):
     return alpha[..., None] * normalize(delta_D, eps) + (1 - alpha[..., None]) * normalize(delta_R, eps)
 
 def accumulate(into, outputs, inputs, seed):
-    """Add the vector-Jacobian product seed . d outputs / d inputs to the tensors `into`, one per input.
-
-    The graph is kept, so that several seeds can share one forward pass. outputs and seed: any equal shape.
-    """
+    """Add the vector-Jacobian product seed . d outputs / d inputs to the tensors `into`, one per input. outputs and seed: any
+    equal shape. The graph is kept, so that several seeds can share one forward pass."""
     grads = torch.autograd.grad(outputs, inputs, seed, retain_graph=True, allow_unused=True)
     for total, grad in zip(into, grads):
         if grad is not None:

@@ -672,12 +672,12 @@ def train(flags):
 
         def micro_batches(of_row):
             """Rows and their replies; of their real tokens the row, h [T, d] with a graph, y, A and w [T]."""
-            lengths = mask.sum(1)  # micro-batches hold rows of like length; the longest first: if one does not fit, it is that
+            lengths = mask.sum(1)  # micro-batches hold rows of like length; longest first: if memory runs out, then at once
             order = lengths.argsort(descending=True, stable=True) if flags.micro_batch else torch.arange(rows_here, device=device)
             for rows in order.split(flags.micro_batch or rows_here):
                 real, replies = (x[rows, :lengths[rows].max()] for x in (mask, tokens))  # [B, n]
                 model.train(flags.gradient_checkpointing)
-                h = m3.hidden_states(backbone, [owner[b]["prompt_ids"] for b in rows], replies, pad_id,
+                h = m3.hidden_states(backbone, [owner[b]["prompt_ids"] for b in rows.tolist()], replies, pad_id,
                                      share=not flags.gradient_checkpointing)[real]
                 model.eval()
                 row = rows[:, None].expand_as(real)[real]
@@ -685,7 +685,7 @@ def train(flags):
 
         for rows, real, replies, row, h, y, A, w in micro_batches(advantages):
             with torch.inference_mode(), m3.lora_off(teacher):  # the same tokens; only what stands before them differs
-                h_T = h if alone else m3.hidden_states(teacher_backbone, [hinted[b] for b in rows], replies, pad_id)[real]
+                h_T = h if alone else m3.hidden_states(teacher_backbone, [hinted[b] for b in rows.tolist()], replies, pad_id)[real]
             leaf = h.detach().requires_grad_()  # cut here: the seeds of all chunks add up in leaf_grads, then enter h at once
             leaf_grads = {name: torch.zeros_like(leaf) for name in wanted}
             taught = torch.tensor(siblings, device=device)[row] >= 0
@@ -709,7 +709,7 @@ def train(flags):
 
             K = cos = None if look else torch.zeros_like(w)  # if nobody looks, nothing reads them
             if look and flags.kernel != "logit":  # a pass of its own: the gate needs K before the seed can be formed
-                ids, attention, _ = m3.left_pad([owner[b]["prompt_ids"] for b in rows], pad_id, device)
+                ids, attention, _ = m3.left_pad([owner[b]["prompt_ids"] for b in rows.tolist()], pad_id, device)
                 ids, attention = torch.cat([ids, replies], 1), torch.cat([attention, real.long()], 1)  # [B, L]
                 K, cos = ntk.kdr_flat(model, ids, attention, real, (signals(i)[-2:] for i in chunks(len(y))), flags.vocab_chunk,
                                       flags.kernel, generator)
