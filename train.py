@@ -62,7 +62,7 @@ PRESETS = {
     "table-teachers": "--compare-teachers --divergence rkl-topk --steps 150 --eval-every 10 --kdr-every 0 --occupancy-every 10",
     # Real models. Memory is an estimate by arithmetic (weights, adapter with moments and gradients, activations of one
     # micro-batch, one chunk of logits), not a measurement.
-    "cpu-smollm2-svamp": "--model HuggingFaceTB/SmolLM2-135M-Instruct --dataset svamp --method m3-soft "  # 2 cores, ~3 GB
+    "cpu-smollm2-svamp": "--model HuggingFaceTB/SmolLM2-135M-Instruct --dataset svamp --method m3-soft "  # 2 cores, 6 GB measured
                          "--few-shot 2 --lora-rank 16 --lr 5e-4 --steps 30 --prompts-per-step 2 --group-size 4 --kernel logit "
                          "--max-new-tokens 40 --eval-limit 40 --eval-every 15 --stats-every 10 --vocab-chunk 256",
     "qwen3-0.6b-gsm8k": PAPER + "--model Qwen/Qwen3-0.6B --dataset gsm8k "  # ~14 GB
