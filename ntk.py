@@ -155,8 +155,8 @@ def local_terms(model, input_ids, attention_mask, N, head_terms):
     2i seeded with delta_D, 2i+1 with delta_R; hooks add up, nothing is stored. To let a position's own key and value
     through was tried: right, dearer, no nearer to exact. Rows with the same prompt columns share them: run once.
     Time: 1 forward of the distinct prompts without gradients, 1 forward + 1 activation-only backward of 2B rows x N columns.
-    Memory: those activations. ValueError unless attention goes through transformers'
-    attention interface (no soft cap, no sinks) and trainable parameters sit in Linear, Conv1D, Embedding or norms."""
+    Memory: those activations. ValueError unless attention goes through transformers' attention interface (no soft cap, no
+    sinks) and trainable parameters sit in Linear, Conv1D, Embedding or norms."""
     from transformers import DynamicCache
     (backbone, head, embedding), P = _parts(model), input_ids.shape[1] - N - 1
     modules = _local_modules(model, head, embedding)

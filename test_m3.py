@@ -2631,12 +2631,30 @@ def test_benchmark_toy_step():
             for xs in [few] * tokens.shape[1] + [many] * 3:
                 [x @ w.T for x, w in zip(xs, weights)]
 
-    s, t, u, k, o, c, g, f = timed(sample, teacher, lambda: seeded_step(model, each(ids, 8), tokens, mask), local, optimizer.step,
-                                   statistics, lambda: a @ b, products)
+    left, real, positions = m3.left_pad(ids, 0)
+    kv = m3.cache_name(model)
+
+    def calls():  # of the model alone, with as many rows and columns as a step: no sampler, no seed, nothing of ours
+        with torch.inference_mode():
+            out = model(input_ids=left, attention_mask=real, position_ids=positions, use_cache=True, logits_to_keep=1)
+            cache, seen, at = out[kv], F.pad(real, (0, 24), value=1).repeat_interleave(8, 0), positions[:, -1:].repeat_interleave(8, 0)
+            cache.batch_repeat_interleave(8)
+            for i, alive in enumerate(mask.sum(0).tolist()[1:]):
+                if alive < len(seen):
+                    cache.batch_select_indices(torch.arange(alive))
+                    seen, at = seen[:alive], at[:alive]
+                at = at + 1
+                model(input_ids=tokens[:alive, i:i + 1], attention_mask=seen[:, :left.shape[1] + i + 1], position_ids=at,
+                      use_cache=True, **{kv: cache})
+        h = m3.hidden_states(model.base_model, each(ids, 8), tokens, 0)
+        torch.autograd.grad(model.lm_head(h[mask]).sum(), params)
+
+    s, t, u, k, o, c, g, f, m = timed(sample, teacher, lambda: seeded_step(model, each(ids, 8), tokens, mask), local, optimizer.step,
+                                   statistics, lambda: a @ b, products, calls)
     floor = 8 * size * n / (2 * 1024**3 / g)  # 2 per sampled, 6 per trained token and parameter
     report("toy step, 8 x 8 responses", tokens=n, groups_with_a_signal=len(A.view(-1, 8).any(1).nonzero()), sample=s, teacher=t, score_and_backward=u, kernel_local=k, statistics=c,
            optimizer=o, grpo_step=s + u + o, m3_logit_step=s + t + u + o, m3_local_step=s + t + u + k + o, gemm_floor=floor,
-           grpo_over_floor=(s + u + o) / floor, own_products=f, grpo_over_own_products=(s + u + o) / f,
+           grpo_over_floor=(s + u + o) / floor, own_products=f, grpo_over_own_products=(s + u + o) / f, model_calls=m, model_calls_over_own_products=m / f,
            m3_logit_over_grpo=(s + t + u + o) / (s + u + o), m3_local_over_grpo=(s + t + u + k + o) / (s + u + o),
            local_over_forward_backward=k / u, tokens_per_second=n / (s + u + o),
            peak_gigabytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
