@@ -106,7 +106,7 @@ def cache_name(model):
 @contextlib.contextmanager
 def packed(model):
     """For sampling on a CPU: inside, large float32 linear layers read a second copy of their weights, laid out by oneDNN. In a
-    decoding step few rows meet all weights, which torch's own product reads at a third of the memory's speed. No gradients
+    decoding step few rows meet all weights, which torch's own product may read at a third of the memory's speed. No gradients
     inside; adapters that are on when it begins are added up and stay on."""
     dnn, layers = torch.ops.mkldnn, {}
     for m in model.modules() if hasattr(dnn, "_linear_pointwise") else ():  # a torch without oneDNN: nothing happens

@@ -162,8 +162,6 @@ def local_terms(model, input_ids, attention_mask, N, head_terms):
     modules = _local_modules(model, head, embedding)
     weight, bias = head.weight.requires_grad, head.bias is not None and head.bias.requires_grad
     inputs = [x[:, :-1] for x in (input_ids, attention_mask, _positions(attention_mask))]
-    order, prompts = {}, torch.cat([x[:, :P] for x in inputs], 1).tolist()
-    which = torch.tensor([order.setdefault(tuple(p), len(order)) for p in prompts], device=input_ids.device)     # [B]
     cache = DynamicCache(config=backbone.config)
     keyword = "cache" if "cache" in inspect.signature(backbone.forward).parameters else "past_key_values"
     run = lambda ids, mask, positions: backbone(input_ids=ids, attention_mask=mask, position_ids=positions,
@@ -172,8 +170,9 @@ def local_terms(model, input_ids, attention_mask, N, head_terms):
     terms = torch.zeros_like(dots)
     with _evaluation(model), ExitStack() as stack:
         if P > 0:
+            prompts, which = torch.cat([x[:, :P].long() for x in inputs], 1).unique(dim=0, return_inverse=True)  # [U,3P], [B]
             with torch.no_grad():
-                run(*(x[[prompts.index(list(p)) for p in order], :P] for x in inputs))
+                run(*prompts.chunk(3, 1))
             cache.batch_select_indices(which.repeat_interleave(2))
         for m, grads in modules.items():
             stack.enter_context(m.register_forward_hook(_adder(grads, terms, outs)))
@@ -441,7 +440,7 @@ def main(argv=None):
     ids, attention = torch.cat([ids, tokens], 1), torch.cat([attention, mask.long()], 1)        # [B,L]
     some = mixed[:max(1, own.rows_exact // G)]
     rows = torch.tensor([i * G + j for i in some for j in range(G)], device=device)
-    few, y = [asked[b] for b in rows.tolist()], tokens[rows]                                          # y [b,N]
+    few, y = [asked[b] for b in rows.tolist()], tokens[rows]                                    # y [b,N]
     # --- 1. the kernels; cheap ones are timed again when warm --------------------------------------------------------
     batch = student, ids[rows], attention[rows], F[rows], R[rows]
     step = min(clock(lambda: torch.autograd.grad(score(few, y), params, R[rows], allow_unused=True))[0] for _ in range(3))

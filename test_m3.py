@@ -144,6 +144,7 @@ def test_normalize_keeps_zero_and_caps_the_norm():
 def test_gates():
     K = torch.tensor([-1e-9, 0.0, 2.0])
     assert m3.gate_select(K, 0.15).tolist() == pytest.approx([0.0, 0.15, 0.15])
+    assert train.GATE["m3-norm"](K, K, types.SimpleNamespace(alpha_max=0.15)).tolist() == pytest.approx([0.15] * 3)
     cos = torch.tensor([-1.0, 0.0, 1.0])
     assert m3.gate_soft(cos, 0.2, 0.0).tolist() == pytest.approx([0.1] * 3)
     soft = m3.gate_soft(cos, 0.2, 2.0)
@@ -286,6 +287,15 @@ def each(prompts, G):
     return [p for p in prompts for _ in range(G)]
 
 
+@contextlib.contextmanager
+def shapes_read(backbone):
+    """Collects the shapes of the ids that the backbone reads inside."""
+    shapes = []
+    hook = backbone.register_forward_pre_hook(lambda _, args, kw: shapes.append(tuple(kw["input_ids"].shape)), with_kwargs=True)
+    yield shapes
+    hook.remove()
+
+
 def responses(model, G=3, N=9):
     return m3.sample(model, PROMPTS, G, N, eos_ids=[EOS, 2, 3], pad_id=PAD, generator=torch.Generator().manual_seed(3))
 
@@ -305,13 +315,13 @@ def test_hidden_states_equal_one_row_at_a_time(kind):
 
 
 def test_rows_in_any_order_read_each_distinct_prompt_once():
-    model, widths = tiny(), []
+    model = tiny()
     tokens, mask, _ = responses(model)
     order = torch.tensor([7, 0, 3, 8, 1, 4, 2])  # 5 and 6 left out
-    model.base_model.register_forward_pre_hook(lambda _, args, kw: widths.append(tuple(kw["input_ids"].shape)), with_kwargs=True)
-    h = m3.hidden_states(model.base_model, each(PROMPTS, 3), tokens, PAD)
-    some = m3.hidden_states(model.base_model, [PROMPTS[b // 3] for b in order], tokens[order], PAD)
-    assert widths == [(3, 6), (9, tokens.shape[1]), (3, 6), (7, tokens.shape[1])]
+    with shapes_read(model.base_model) as read:
+        h = m3.hidden_states(model.base_model, each(PROMPTS, 3), tokens, PAD)
+        some = m3.hidden_states(model.base_model, [PROMPTS[b // 3] for b in order], tokens[order], PAD)
+    assert read == [(3, 6), (9, tokens.shape[1]), (3, 6), (7, tokens.shape[1])]
     torch.testing.assert_close(some[mask[order]], h[order][mask[order]], rtol=1e-5, atol=1e-5)
 
 
@@ -1387,12 +1397,10 @@ def test_hutchinson():
 @pytest.mark.parametrize("kind", [*CONFIGS, "gpt2"])
 def test_local_is_exact_under_the_same_cut(kind, tied):
     model, data = small(kind, tied), rows_of()
-    order, ran = torch.tensor([3, 0, 2, 1]), []  # prompts are recognised and run once wherever their rows stand
-    hook = model.get_decoder().register_forward_pre_hook(
-        lambda _, args, kw: ran.append(tuple(kw["input_ids"].shape)), with_kwargs=True)
-    got, shuffled = ntk.kdr(model, *data, "local"), ntk.kdr(model, *(x[order] for x in data), "local")
-    hook.remove()
-    assert ran == [(2, 4), (8, 5)] * 2  # all but the last column of 2 prompts, then the 5 input tokens of twice 4 rows
+    order = torch.tensor([3, 0, 2, 1])  # prompts are recognised and run once wherever their rows stand
+    with shapes_read(model.get_decoder()) as read:
+        got, shuffled = ntk.kdr(model, *data, "local"), ntk.kdr(model, *(x[order] for x in data), "local")
+    assert read == [(2, 4), (8, 5)] * 2  # all but the last column of 2 prompts, then the 5 input tokens of twice 4 rows
     model.set_attn_implementation("cut_plainly")
     close(got, ntk.kdr(model, *data, "exact"))
     close(shuffled, [x[order] for x in got])
@@ -2607,7 +2615,7 @@ def test_benchmark_toy_step():
         with torch.no_grad():
             m3.hidden_states(model.base_model, each(teacher_ids, 8), tokens, 0)
 
-    full, attention, _ = m3.left_pad([p for p in ids for _ in range(8)], 0)
+    full, attention, _ = m3.left_pad(each(ids, 8), 0)
     full, attention = torch.cat([full, tokens], 1), torch.cat([attention, mask.long()], 1)
     texts = m3.decode(tok, tokens, mask)
     A = m3.group_advantages(torch.tensor([float(m3.verify(t, rows[i // 8]["answer"], "toy")) for i, t in enumerate(texts)]), 8)
@@ -2634,7 +2642,7 @@ def test_benchmark_toy_step():
     left, real, positions = m3.left_pad(ids, 0)
     kv = m3.cache_name(model)
 
-    def calls():  # of the model alone, with as many rows and columns as a step: no sampler, no seed, nothing of ours
+    def calls():  # of the model alone, with as many rows and columns as a step: no choice of tokens, no residuals, no sums
         with torch.inference_mode():
             out = model(input_ids=left, attention_mask=real, position_ids=positions, use_cache=True, logits_to_keep=1)
             cache, seen, at = out[kv], F.pad(real, (0, 24), value=1).repeat_interleave(8, 0), positions[:, -1:].repeat_interleave(8, 0)
@@ -2673,7 +2681,7 @@ def test_benchmark_sampling_against_generate(toy):
         ids = m3.encode(tok, [m3.prompt_text(tok, row | {"kind": "gsm8k"}) for row in train.toy_rows(2, 5)])
         G, N, repeats = 4, 64, 3
     pad = tok.pad_token_id
-    left, attention, _ = m3.left_pad([p for p in ids for _ in range(G)], pad)
+    left, attention, _ = m3.left_pad(each(ids, G), pad)
     produced = []
 
     def sample():  # as the loop does it
