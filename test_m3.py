@@ -375,6 +375,156 @@ def test_masked_positions_have_no_effect():
     assert torch.equal(a, b)
 
 
+# --- the step --------------------------------------------------------------------------------------------------------
+
+
+def step_batch(model, G=3, seed=5):
+    """Sampled replies to PROMPTS, paid at random so that every group has a reward signal; the teacher reads two more ids."""
+    tokens, mask, _ = responses(model, G)
+    rewards = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 1, 0])
+    hints = each([prompt + [6, 2] for prompt in PROMPTS], G)
+    return m3.Batch(each(PROMPTS, G), hints, tokens, mask, m3.group_advantages(rewards, G), m3.token_weights(mask, len(mask)))
+
+
+def plain_signals(model, teacher, batch, row):
+    """Of one response, by a full forward pass in float64: logits with a graph, the teacher's, both normalised residuals."""
+    n = int(batch.mask[row].sum())
+    reply = batch.tokens[row, :n]
+    z, z_T = (net(torch.tensor([list(prompt) + reply.tolist()])).logits[0, -n - 1:-1]
+              for net, prompt in ((model, batch.prompts[row]), (teacher, batch.hints[row])))
+    p_S, p_T = z.detach().softmax(-1), z_T.detach().softmax(-1)
+    delta_R = -batch.advantages[row].double() * (F.one_hot(reply, z.shape[-1]) - p_S)
+    return z, p_S - p_T, delta_R
+
+
+def unit(delta, eps=0.1):
+    return delta / (delta.norm(dim=-1, keepdim=True) + eps)
+
+
+def plain_update(model, teacher, batch, seed_of):
+    """Sum over responses of (1/N) J seed / B by plain autograd. seed_of(delta_D, delta_R) -> [n, V]."""
+    total = 0.0
+    for row in range(len(batch.tokens)):
+        z, delta_D, delta_R = plain_signals(model, teacher, batch, row)
+        total = total + (z * seed_of(delta_D, delta_R)).sum() / len(z) / len(batch.tokens)
+    return torch.autograd.grad(total, list(model.parameters()))
+
+
+def select(delta_D, delta_R, alpha_max=0.4):
+    return alpha_max * ((delta_D * delta_R).sum(-1, keepdim=True) >= 0)
+
+
+@pytest.mark.parametrize("memory", [{}, {"micro_batch": 4, "chunk": 5}])
+def test_m3_select_step_equals_a_plain_one(memory):
+    model, teacher = tiny(dtype=torch.float64), tiny(seed=1, dtype=torch.float64)
+    batch = step_batch(model)
+    want = plain_update(model, teacher, batch, lambda D, R: select(D, R) * unit(D) + (1 - select(D, R)) * unit(R))
+    got = m3.m3_step(m3.split_head(model), m3.split_head(teacher), batch, "m3-select", list(model.parameters()),
+                     m3.Settings(alpha_max=0.4), **memory)
+    norms = [plain_signals(model, teacher, batch, row)[2].norm(dim=-1) for row in range(len(batch.tokens))]
+    assert got.s_bar == pytest.approx(torch.cat(norms).mean().item(), rel=1e-5)
+    for ours, theirs in zip(got.update, want):
+        torch.testing.assert_close(ours, (got.s_bar * theirs).float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("gate", ["select", "soft"])
+def test_eg_step_equals_a_plain_one_and_peeks_in_the_teachers_direction(gate):
+    """eq 15: theta~ = theta - eta m_D, the reward's gradient there, no s_bar; with + the result is another."""
+    model, teacher = tiny(dtype=torch.float64), tiny(seed=1, dtype=torch.float64)
+    batch, eta, params = step_batch(model), 0.5, list(model.parameters())
+    before = [p.detach().clone() for p in params]
+
+    def m_D_seed(delta_D, delta_R):
+        cos = F.cosine_similarity(delta_D, delta_R, dim=-1)[:, None]
+        return (select(delta_D, delta_R) if gate == "select" else 0.4 * torch.sigmoid(3 * cos)) * unit(delta_D)
+
+    m_D = plain_update(model, teacher, batch, m_D_seed)
+    there = {}
+    for sign in (-1, 1):
+        with torch.no_grad():
+            torch._foreach_copy_(params, [p + sign * eta * g for p, g in zip(before, m_D)])
+        there[sign] = plain_update(model, teacher, batch, lambda D, R: unit(R))
+    with torch.no_grad():
+        torch._foreach_copy_(params, before)
+    settings = m3.Settings(alpha_max=0.4, beta=3.0, eta_in=eta, eg_gate=gate)
+    got = m3.m3_step(m3.split_head(model), m3.split_head(teacher), batch, "m3-eg", params, settings)
+    assert got.s_bar is None and all(torch.equal(p, q) for p, q in zip(params, before))
+    far = sum((ours - other).norm() for ours, other in zip(got.update, there[1]))
+    near = sum((ours - theirs).norm() for ours, theirs in zip(got.update, there[-1]))
+    assert near < 1e-4 < 0.01 < far
+
+
+def test_rkl_topk_residual_holds_its_weights_fixed():
+    """[VLS App. E, H.2]: descending -sum_v sg(-q_v r_v) log p_S(v). Exactly 0 where student and teacher agree."""
+    z_S, z_T = logits64(7, 40, seed=1).requires_grad_(), logits64(7, 40, seed=2)
+    log_S, log_T = z_S.log_softmax(-1), z_T.log_softmax(-1)
+    top = log_S.detach().topk(16).indices
+    q, r = log_S.detach().gather(-1, top).softmax(-1), (log_S.detach() - log_T).gather(-1, top)
+    loss = -(-(q * r) * log_S.gather(-1, top)).sum()
+    want, = torch.autograd.grad(loss, z_S)
+    torch.testing.assert_close(m3.distill_residual(z_S.detach(), z_T, "rkl-topk"), want)
+    assert not m3.distill_residual(z_T, z_T, "rkl-topk").any()
+
+
+def test_kappa_knows_only_steps_with_a_reward_signal(world, monkeypatch):
+    assert m3.geometry([torch.zeros(2)], [torch.ones(2)]) == dict(norm_R=0.0, norm_D=2 ** 0.5, kappa=None, phi=None)
+    replies = iter([0, 1] * 8 + [1] * 16 + [0, 1] * 8)  # the second of three steps has no reward signal
+    monkeypatch.setattr(train, "evaluate", lambda *args: (0.0, []))
+    monkeypatch.setattr(m3, "verify", lambda text, gold, kind: next(replies))
+    log = run(world, "--method", "hybrid", "--out", "kappa")[1:]
+    alive = [log[0]["kappa"], log[2]["kappa"]]
+    assert log[1]["kappa"] is log[1]["phi"] is log[1]["conflict_rewarded"] is None and min(alive) > 0
+    summary = json.loads((world / "kappa/summary.json").read_text())
+    assert summary["kappa_mean"] == pytest.approx(sum(alive) / 2)
+
+
+def test_a_method_from_outside_is_one_entry(world, rewarded, monkeypatch):
+    """A gate that listens to the teacher on conflict alone: not wise, but one function and one line."""
+
+    def contrary(s, f):
+        K, _ = s.conflict
+        return m3.m3_seed(s, f, f.alpha_max * (K < 0).float())
+
+    monkeypatch.setitem(m3.METHODS, "contrary", m3.Method(contrary, scaled=True))
+    ours = run(world, "--method", "contrary", "--out", "contrary")
+    select = run(world, "--method", "m3-select", "--out", "contrary-not")
+    assert ours[1]["conflict"] == select[1]["conflict"] > 0  # the same first batch
+    assert ours[1]["alpha_eff"] == pytest.approx(0.15 * ours[1]["conflict"])
+    assert select[1]["alpha_eff"] == pytest.approx(0.15 * (1 - ours[1]["conflict"]))
+    with pytest.raises(KeyError):
+        m3.m3_step((), (), None, "m3-sleect", [])
+
+
+def test_random_gate_closes_as_many_tokens_as_select(world, rewarded):
+    both = [run(world, "--method", method, "--out", f"gate-{method}")[1] for method in ("m3-select", "m3-random")]
+    assert both[0]["alpha_eff"] == pytest.approx(both[1]["alpha_eff"]) and both[0]["conflict"] > 0
+    assert both[0]["grad_norm"] != both[1]["grad_norm"]
+
+
+def readme_script():
+    """The README's trainer without train.py, from its first import to its end."""
+    blocks = (HERE / "README.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    return next(block.split("```")[0] for block in blocks if "m3.m3_step(" in block)
+
+
+def test_readme_script_agrees_with_the_program(world, rewarded, monkeypatch):
+    script = readme_script()
+    assert len([line for line in script.splitlines() if line.strip()]) <= 40
+    assert not any("train" in line for line in script.splitlines() if "import" in line)
+    rows = [row | {"kind": "toy"} for row in train.toy_rows(4096, 0)]
+    model = str(world / train.toy_path())
+    for name, value in dict(MODEL=repr(model), ROWS="rows", STEPS="3").items():
+        line = next(line for line in script.splitlines() if line.startswith(f"{name} = "))
+        script = script.replace(line, f"{name} = {value}")
+    shown = []
+    exec(script, {"rows": rows, "print": lambda *values: shown.append(values)})
+    log = run(world, "--prompts-per-step", "8", "--group-size", "8", "--max-new-tokens", "24", "--kernel", "local",
+              "--micro-batch", "16", "--vocab-chunk", "256", "--out", "script")[1:]
+    for (step, reward, norm), line in zip(shown, log, strict=True):
+        assert step == line["step"] and reward == pytest.approx(line["reward"], abs=1e-6)
+        assert norm == pytest.approx(line["grad_norm"], rel=1e-6)
+
+
 # --- the program ---------------------------------------------------------------------------------------------------------------
 
 
