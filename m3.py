@@ -195,76 +195,89 @@ def decode(tokenizer, tokens, mask):
 # Digits: groups of exactly three (`3,8` is a list); a longer exponent would fill the memory. As in 1,250.5e3
 DIGITS = r"(?:(?:\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"
 # A number: whole part before a fraction, fraction or power, power of ten. As in -3 1/2, 5^2, 4.5\cdot10^3
-NUMBER = re.compile(rf"(?P<sign>(?<![\w)\]}}])[-+])?(?:(?P<whole>\d{{1,9}}) (?=\d{{1,9}}/\d))?(?P<top>{DIGITS})"
-                    rf"(?: ?/ ?(?P<bottom>-?{DIGITS})|\^\{{?(?P<power>[-+]?\d{{1,2}}(?!\d))\}}?)?"
-                    r"(?: ?\\cdot ?10\^\{?(?P<tens>[-+]?\d{1,3}(?!\d))\}?)?")
-# Words of size, in gsm8k also letters, as powers of ten; `m` alone is metres. As in 18 thousand, 18k
+NUMBER = re.compile(
+    rf"(?P<sign>(?<![\w)\]}}])[-+])?(?:(?P<whole>\d{{1,9}}) (?=\d{{1,9}}/\d))?(?P<top>{DIGITS})"
+    rf"(?: ?/ ?(?P<bottom>-?{DIGITS})|\^\{{?(?P<power>[-+]?\d\d?(?!\d))\}}?)?"
+    r"(?: ?\\cdot ?10\^\{?(?P<tens>[-+]?\d{1,3}(?!\d))\}?)?")
+# Powers of ten; the letters count outside math, and `m` is metres. As in 18 thousand, 18k
 SIZES = {"hundred": 2, "thousand": 3, "grand": 3, "lakh": 5, "million": 6, "billion": 9, "trillion": 12}
 LETTERS = {"k": 3, "K": 3, "M": 6, "mn": 6, "B": 9, "bn": 9, "T": 12}
 # A number behind one of these is a piece, a bound or denied. As in 10-12, > 18, half of 40, not 40, Step 2
-BEFORE = re.compile(r"(?:\d[ .,]?|[*/^_+×÷±√|] ?|- |\d ?-|\d,? (?:and|or) |\\\w+ ?\{?|(?:^|\W|\w )[<>] ?"
-                    r"|\b(?:not(?: \w+)?|minus|negative|over|under|above|below|almost|nearly|step|part"
-                    r"|(?:more|less|\w+er) than|(?:half|twice|double|third|quarter|square|root)(?: of)?(?: the)?"
-                    r"|in (?:thousand|million|billion)s(?: is| are|:)?) )$", re.I)
+BEFORE = re.compile(
+    r"(?:\d[ .,]?|[*/^_+×÷±√|] ?|- |\d ?-|\d,? (?:and|or) |\\\w+ ?\{?|(?:^|\W|\w )[<>] ?|\b(?:not(?: \w+)?"
+    r"|minus|negative|over|under|above|below|almost|nearly|step|part|(?:more|less|\w+er) than"
+    r"|(?:half|twice|double|third|quarter|square|root)(?: of)?(?: the)?|in (?:thou|mil|bil)\w+(?: is|:)?) )$",
+    re.I)
 # So is a number in front of one of these. As in 12-10, 5 or 7, 5 * (2 + 1), 5\pi, 3 hundredths, 18 or more
-AFTER = re.compile(r"[\s,]*(?:(?:or|and|to|by|x|times)\b|[-+*/^×÷:.])?\s*[-+]?\.?\d|[)\]}]*\s*\^|\s*[\\_+*÷±√]"
-                   r"|\)?\(-?\d|\s*[-/] ?\(|[eE][-+]?\d|[xy]\b| ?(?:[kKMBT]|mil|bn|mn)\b| (?:squared|cubed)\b"
-                   r"|[\s-]+(?:hal(?:f|ves)|thirds|tenths?)\b| and (?:an?|one|two|three) (?:half|third|quarter)"
-                   rf"|[\s(-]*(?:[a-z]+ )?(?:{'|'.join(SIZES)})| \(or\b| or (?:more|less|\w+er)\b")
+AFTER = re.compile(
+    r"[\s,]*(?:(?:or|and|to|by|x|times)\b|[-+*/^×÷:.])?\s*[-+]?\.?\d|[)\]}]*\s*\^|\s*[\\_+*÷±√<>]|\)?\(-?\d"
+    r"|\s*[-/] ?\(|[eE][-+]?\d|[xy]\b|(?:st|nd|rd|th)\b| ?(?:[kKMBT]|mil|bn|mn)\b| \(or\b"
+    r"| (?:squared|cubed|or (?:more|less|\w+er))\b|[\s-]+hal(?:f|ves)\b|[\s-]*(?:third|tenth)s"
+    rf"| and (?:an?|one|two) (?:half|third|quarter)|[\s(-]*(?:[a-z]+ )?(?i:{'|'.join(SIZES)})")
 # A line that opens an echoed or an invented question. As in Question 2: How many
 QUESTION = re.compile(r"^[# \t]*(?:next |new )?(?:question|problem|q|human|user)[ #\d]*:", re.M | re.I)
 # A mark, not a heading: no word, no `2.` with a word, but in the last line. As in #### 28, #### Total: 28
-HASHES = re.compile(r"(?<!#)#{4,}(?!#|\s*(?:[A-Za-z]{2}|[A-Za-z] [a-z]|\d{1,2} ?(?:[.)-]\s+[A-Za-z]|:)))"
-                    r"|(?<!#)#{4,}\s*[^\d\n#:=]{2,60}(?:[:=]|\b(?:is|are))(?=\W{0,4}\d[^\n#]{0,60}\s*\Z)")
+HASHES = re.compile(
+    r"(?<!#)#{4,}(?:(?!#|\s*(?:[A-Za-z]{2}|[A-Za-z] [a-z]|\d\d? ?(?:[.)-]\s+[A-Za-z]|:)))"
+    r"|\s*(?=about|approximately|at least|exactly|only)|(?!\s*(?i:note|check|verif|step))"
+    r"\s*[^\d\n#:=]{2,60}(?:[:=]|\b(?:is|are))(?=\W{0,4}\d[^\n#]{0,60}\s*\Z))")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")  # what opens a box, as in \boxed {28}
 TAG = re.compile(r"<answer>(?=[^<]*</answer>)", re.I)  # a tag that is closed, as in <answer>28</answer>
 ADVERB = r"(?:(?:therefore|thus|hence|then|clearly|definitely|certainly|simply|indeed|obviously)\b,?\s*)?"
 # A statement. Bare `A:` only before a number: in arc it labels an option. As in The answer should be 28
-STATED = re.compile(r"\banswer(?:,? (?:therefore|thus|then|hence),?)?(?:\s+(?:is|was|equals|(?:should|must|would"
-                    r"|will) be)\b|\s*[:=])(?![:\s]*(?:not|correct|right|reasonable|consistent|valid)\b)[:\s]*"
-                    rf"{ADVERB}|^A:(?=\s*\W{{0,3}}\d)", re.M | re.I)
-# What casts doubt on the statement behind it. As in I don't think the answer is 28; the wrong answer is 28
-DOUBT = re.compile(r"(?:(?:n't|\bnot|\bnever) \w+|\b(?:doubt|wonder|whether|unclear|if))(?: that| if| whether)?"
-                   r"(?: the| my)?(?: \w+)? ?\Z|\b(?:wrong|incorrect|first|previous|earlier|initial|worst) \Z", re.I)
-# A later step withdraws the mark before it. As in Step 2: double
-STEP = re.compile(r"^\W{0,6}(?:step|part) (\d{1,2})", re.M | re.I)
+STATED = re.compile(
+    r"\banswer(?:,? (?:therefore|thus|then|hence),?)?(?:\s+(?:is|was|equals|(?:should|must|would|will) be)\b"
+    r"|\s*[:=])(?![:\s]*(?:not|correct|right|reasonable|consistent|valid)\b)[:\s]*"
+    rf"{ADVERB}|^A:(?=\s*\W{{0,3}}\d)", re.M | re.I)
+# Doubt in the statement behind it. As in I don't think the answer is 28; the wrong answer is 28
+DOUBT = re.compile(
+    r"(?:(?:n't|\bnot|\bnever) \w+|\b(?:doubt|wonder|whether|unclear|false|if))(?: that| if| whether)?(?: the"
+    r"| my)?(?: \w+)? ?\Z|\b(?:wrong|incorrect|first|previous|earlier|initial|worst|least \w+) \Z", re.I)
+STEP = re.compile(r"^\W{0,6}(?:step|part) (\d\d?)", re.M | re.I)  # withdraws the mark before it: Step 2
 # The end of the clause that answers. As in 12 pears, which is 3 more
 CLAUSE_END = re.compile(r"[;!?]|\.(?!\d)|,(?!\s*(?:-?\d|\(?(?:[A-E]|or|and)\b))")
 # A closing sentence with one of these decides nothing. As in Perhaps it is 28
-HEDGE = re.compile(r"\?|\bI (?:can(?:not|.t)|don.t|do not)\b|\b(?:not |un)sure\b|\d,? or -?\$?\d|\b(?:either|maybe"
-                   r"|perhaps|possibly|guess|candidates|so far)\b|\b(?:and|or|plus|minus|times|of|to|for)$", re.I)
+HEDGE = re.compile(
+    r"\?|\bI (?:can(?:not|.t)|don.t|do not)\b|\b(?:not |un)sure\b|\d,? or -?\$?\d|\b(?:either|maybe|perhaps"
+    r"|possibly|guess|candidates|so far)\b|\b(?:and|or|plus|minus|times|of|to|for)$", re.I)
 # arc: an option chosen in other words. As in I would pick (D); the best option is D; so D.; D is correct
-CHOSEN = re.compile(r"\b(?:I|we)(?:'d|'ll| would| will)? (?:choose|chose|pick|select|go with) (?-i:(?!a\b))"
-                    rf"|\b(?:option|choice|letter)(?: (?:is|(?:must|would|should) be)\b:?|:) ?{ADVERB}"
-                    r"|\b(?:so|therefore|thus|hence|it is|it's|it must be|leaves)[,:]? (?:it is |it's |it must be )?"
-                    r"(?=(?:option |choice )?\W{0,2}(?-i:[A-E])\W{0,2}?(?:[.!\n]|$))|(?:^|[.!?:;] |\b(?:so|that|thus"
-                    r"|hence|therefore|only|but),? |(?<!n't )(?<!not )\b(?:think|say) |(?<!or )(?<!and )(?<!not )"
-                    r"(?<!if )(?<!neither )\b(?:option|choice|answer|letter) )(?=\(?(?-i:[A-E])\)? (?:is|must be) "
-                    r"(?:the )?(?:(?:correct|right|best) (?:answer|choice|option)|correct|right|answer)\b)", re.I | re.M)
+CHOSEN = re.compile(
+    r"\b(?:I|we)(?:'d|'ll| would| will)? (?:choose|chose|pick|select|go with) (?-i:(?!a\b))"
+    rf"|\b(?:option|choice|letter)(?: (?:is|(?:must|would) be)\b:?|:) ?{ADVERB}"
+    r"|\b(?:so|therefore|thus|hence|leaves|it(?: is|'s| must be))[,:]? (?:it (?:is|must be) |it's )?"
+    r"(?=(?:option |choice )?\W{0,2}(?-i:[A-E])\W{0,2}?(?:[.!\n]|$))"
+    r"|(?:^|[.!?:;] |\b(?:so|that|thus|hence|therefore|only|but),? |(?<!n't )(?<!not )\b(?:think|say) "
+    r"|(?<!or )(?<!and )(?<!not )(?<!if )(?<!neither )\b(?:option|choice|answer) )(?=\(?(?-i:[A-E])\)? (?:is"
+    r"|must be) (?:the )?(?:(?:correct|right|best) (?:answer|choice|option)|correct|right|answer)\b)",
+    re.I | re.M)
 # The chosen option, not `A or B`. As in the option (D); D; d)
-CHOICE = re.compile(r"^(?i:(?:the )?(?:option|choice|letter) )?\W{0,5}(?:([A-E1-5])(?![\w'])|([a-e])(?=[).:]"
-                    r"|\W{0,5}$))(?!\)?[\s,/&]*(?:or|and)\W+[A-E1-5]\b|[\s,/&]+[A-E1-5]\b|\)? (?:if|unless)\b"
-                    r"|.*\([A-E1-5]\))")
-# An option without a statement; one denied. As in which leaves (D); not (D); (D) is wrong
+CHOICE = re.compile(
+    r"^(?i:(?:the )?(?:option|choice|letter) )?\W{0,5}(?:([A-E1-5])(?![\w'])|([a-e])(?=[).:]|\W{0,5}$))"
+    r"(?!\)?[\s,/&]*(?:or|and)\W+[A-E1-5]\b|[\s,/&]+[A-E1-5]\b|\)? (?:if|unless|is (?:not|wrong))\b"
+    r"|.*\([A-E1-5]\))")
+# An option without a statement, and one denied. As in which leaves (D); not (D); (D) is wrong
 LABEL = re.compile(r"\(([A-E1-5])\)|^[^\w\n]{0,5}(?:Option |Choice )?([A-E1-5])(?:[).:]|[^\w\n]*$)", re.M)
-DENIED = re.compile(r"(?:n't|\b(?:not|nor|neither|never|out|except))(?: be)? (?:option )?\([A-E1-5]\)|\(?[A-E1-5]\) "
-                    r"(?:is |was )?(?:not|wrong|incorrect|false|isn't|can't|cannot|doesn't|does not|fails)\b", re.I)
+DENIED = re.compile(
+    r"(?:n't|\b(?:not|nor|neither|never|out|except|but))(?: be)? (?:option )?\([A-E1-5]\)|\(?[A-E1-5]\) "
+    r"(?:is |was )?(?:not|wrong|incorrect|false|isn't|can't|cannot|doesn't|does not|fails)\b", re.I)
 # `x =` in front and a unit behind. As in f(x) = 5 cm^2
-EXTRAS = re.compile(r"^\\?[a-zA-Z]\w{0,20}(?:\(\w\))? ?= ?(?=[^=]+$)|(?<=[\d}]) (?:[a-zA-Z]{2,20}"
-                    r"(?: [a-zA-Z]{2,20}){0,2}|[mgsLJNVWC])(?:/[a-z]+)?(?:\^\d)?$")
-# Signs and their plain spelling
-SIGNS = dict(zip("−–⁄×·⋅≤≥≠π∞∪∩∈±…½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", (
-    r"- - / \cdot \cdot \cdot \le \ge \ne \pi \infty \cup \cap \in \pm \ldots "
-    r"1/2 1/3 2/3 1/4 3/4 1/5 2/5 3/5 4/5 1/6 5/6 1/8 3/8 5/8 7/8").split(), strict=True))
-RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+EXTRAS = re.compile(
+    r"^\\?[a-zA-Z]\w{0,20}(?:\(\w\))? ?= ?(?=[^=]+$)|(?<=[\d}]) (?:[a-zA-Z]{2,20}(?: [a-zA-Z]{2,20}){0,2}"
+    r"|[mgsLJNVWC])(?:/[a-z]+)?(?:\^\d)?$")
+# Signs and their plain spelling, as ≤ for \le
+SIGNS = {"−": "-", "–": "-", "⁄": "/", "×": r"\cdot ", "·": r"\cdot ", "⋅": r"\cdot ", "≤": r"\le ",
+         "≥": r"\ge ", "≠": r"\ne ", "π": r"\pi ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ",
+         "∈": r"\in ", "±": r"\pm ", "…": r"\ldots ", "½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4",
+         "¾": "3/4", "⅕": "1/5", "⅛": "1/8"}
+RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 # One spelling where LaTeX and prose have several, in this order. As in \dfrac12 and ½, which are 1/2
 LATEX = [(re.compile(pattern), new) for pattern, new in (
-    (r"[⁰¹²³⁴-⁹⁻⁺]+", lambda signs: f"^{{{signs[0].translate(RAISED)}}}"), (r"[₀-₉]", "_"),
+    (r"[⁰¹²³⁴-⁹⁻]+", lambda raised: f"^{{{raised[0].translate(RAISED)}}}"), (r"[₀-₉]", "_"),
     (r"[$€£] ?([\d.,]*\d) ?m\b(?! ?[-+*/^=$])", r"\1 million"), (r"(?<=\d)\*\*(?=\d)", "^"),
     (r"(?<![\w)*_])[*_]([-+$\d.,%]+)[*_](?![\w*_])", r"\1"), (r">=", "≥"), (r"<=", "≤"), (r"!=", "≠"),
-    (r"\\[dtc]frac", r"\\frac"), (r"\\[dt]binom", r"\\binom"), (r"\{,\}", ","), (r"\\times", r"\\cdot"),
+    (r"\\[dtc]frac", r"\\frac"), (r"\\[dt]binom", r"\\binom"), (r"\\times", r"\\cdot"), (r"\{,\}", ","),
     (r"\\(le|ge|ne)q(?:slant|q)?(?![a-zA-Z])", r"\\\1 "), (r"\\[cl]?dots[cbm]?(?![a-zA-Z])", r"\\ldots"),
-    (r"(?<=\d) and (?:a|one) half\b", "½"), (r"(?<=\d)(?=[½⅓⅔¼¾⅕-⅞])", " "),
+    (r"(?<=\d) and (?:a|one) half\b", "½"), (r"(?<=\d)(?=[½⅓⅔¼¾⅕⅛])", " "),
     (f"[{''.join(SIGNS)}]", lambda sign: SIGNS[sign[0]]),
     (r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox) ?\{([^{}]*)\}", r" \1"),
     (r"\\(?:(?:display|text)style|limits|[bB]igg?[lr]?|left|right|boxed)(?![a-zA-Z])|\\! ?|\\?[$%€£]"
@@ -273,17 +286,18 @@ LATEX = [(re.compile(pattern), new) for pattern, new in (
     (r"(?<=\d) ?(?:\\cdot|[xX*]) ?(?=10\^)", r"\\cdot"), (r"\\(frac|sqrt) ?(\d)", r"\\\1{\2}"),
     (r"(\\frac\{[^{}]*\}) ?(\d)", r"\1{\2}"), (r"(?<=\d) ?\\frac", r" \\frac"),
     (rf"\\frac\{{(-?{DIGITS})\}}\{{(-?{DIGITS})\}}", r"\1/\2"),
-    (rf"(?<=\d)(?:-| ?\(?)({'|'.join(SIZES)})s?\b\)?", lambda size: rf"\cdot10^{SIZES[size[1]]}"))]
+    (rf"(?<=\d)(?:-| ?\(?)((?i:{'|'.join(SIZES)}))s?\b\)?",
+     lambda size: rf"\cdot10^{SIZES[size[1].lower()]}"))]
 
 def verify(completion: str, gold: str, kind: str) -> int:
-    r"""1 if the reply's final answer is the gold one, else 0; linear time, never raises. kind: a key of FINISH.
+    r""
+    r"""1 if the reply's final answer is the gold one, else 0; linear time, never raises. kind as in FINISH.
 
-    1. <think> blocks are dropped. A `Question:` line that opens the reply is an echo, dropped; a later one is an
-       invented next question, and the text ends there.
-    2. The LAST mark counts: `####` (not a heading), \boxed{}, <answer>, "The answer is", in arc also "I choose".
+    1. <think> blocks and an echoed `Question:` are dropped; an invented next question ends the text.
+    2. The LAST mark counts: `####` (no heading), \boxed{}, <answer>, "The answer is", in arc also "I choose".
        If it is empty, cut off, undecided (5 or 7) or followed by "Step 2", nothing earlier is tried instead.
-    3. Without any: gsm8k and svamp take the last number of the closing sentence unless that hedges, asks or breaks
-       off; arc takes the only option label in the reply. math always wants a box.
+    3. Without any: gsm8k and svamp take the last number of the closing sentence unless that hedges, asks or
+       breaks off; arc takes the only option label in the reply. math always wants a box.
     4. Numbers are exact fractions: 48.0 = 48, 3/4 = 0.75, 35% = 35, 18k = 18000, but 0.33 is not 1/3.
     5. math: equal numbers, else equal LaTeX in one spelling; `x =` and units may be lacking on one side.
     6. A gold that cannot be read (empty, or words for gsm8k) gives 0 to every reply.
@@ -312,19 +326,22 @@ def _marked(text, *patterns):
     numbers = re.findall(r"####\s*(\d+)", text)
     if len(numbers) < 2 or numbers != [str(n + 1) for n in range(len(numbers))]:  # 1, 2, 3 are headings
         patterns = (HASHES, *patterns)
-    marks = [mark for pattern in (BOX, TAG, STATED, *patterns) for mark in pattern.finditer(text)
-             if not DOUBT.search(text[max(0, mark.start() - 60):mark.start()])]
-    last = max(marks, key=lambda mark: mark.end(), default=None)
-    step = last and STEP.search(text, last.end())
-    if not last or (step and step[1] != "1"):
-        return None
-    phrase = text[last.end():].partition("</answer>")[0]
-    line = _latex((_box(phrase) if last.re is BOX else phrase).strip().split("\n", 1)[0])
+    marks = [mark for pattern in (BOX, TAG, STATED, *patterns) for mark in pattern.finditer(text)]
+    marks.sort(key=lambda mark: mark.end())
+    doubted = [mark for mark in marks[-9:] if DOUBT.search(text[max(0, mark.start() - 60):mark.start()])]
+    while marks and marks[-1] in doubted:
+        marks.pop()
+    step = marks and STEP.search(text, marks[-1].end())
+    if not marks or (step and step[1] != "1"):
+        return "" if doubted and not marks else None
+    phrase = text[marks[-1].end():].partition("</answer>")[0]
+    line = _latex((_box(phrase) if marks[-1].re is BOX else phrase).strip().split("\n", 1)[0])
     clause = CLAUSE_END.split(line, maxsplit=1)[0]
     return "" if line[len(clause):].startswith("?") else clause.strip()
 
 def _closing(text):
-    """Last sentence; "" if it hedges, is a heading, or ends neither in a stop nor in the number and its unit."""
+    """Last sentence; "" if it hedges, is a heading, or ends neither in a stop nor a number with unit."""
+    text = re.split(r"(?im)^#+\s*(?:check|verif)", text)[0]
     line = text.strip().rsplit("\n", 1)[-1]
     sentence = re.sub(r"^\W{0,9}\d{1,2}\)\s", "", re.split(r"(?<=[.!?])\s+", line)[-1])  # 2) numbers a list
     ended = re.search(r"(?:[.!]|\d\S*(?: \w+)?)\W*$", sentence[-60:])  # all of it: quadratic time
@@ -336,6 +353,7 @@ def _same_number(text, gold):
     marked = _marked(text)
     clause = (_closing(text) if marked is None else marked).rpartition("=")[2]
     clause = re.sub(r"(?<=\d)(k|K|M|mn|B|bn|T)\b", lambda size: rf"\cdot10^{LETTERS[size[1]]}", clause)
+    clause = re.sub(r"(?<=[a-z])\^\d", "", clause)  # cm^3
     found = list(NUMBER.finditer(clause))[slice(-1, None) if marked is None else slice(1)]
     alone = [number[0] for number in found if not AFTER.match(clause, number.end())
              and not BEFORE.search(clause[:number.start()][-30:])]
@@ -343,7 +361,7 @@ def _same_number(text, gold):
     return value is not None and [value] == [_value(number) for number in alone]
 
 def _value(text):
-    """Exact value of a number, else None; also for x/0 and for lengths that int() refuses or takes seconds over."""
+    """Exact value of a number, else None; also for x/0 and lengths that take int() seconds."""
     match = NUMBER.fullmatch(text) if len(text) <= 1000 else None
     if match is None:
         return None
@@ -355,7 +373,7 @@ def _value(text):
     return -size if match["sign"] == "-" else size
 
 def _latex(text):
-    """One spelling where LaTeX has several; currency, percent and degree signs and the full stop are dropped."""
+    """One spelling where LaTeX has several; currency, percent, degree signs and the full stop are dropped."""
     for pattern, new in LATEX:
         text = pattern.sub(new, text)
     return text.strip().rstrip(" .")
@@ -365,14 +383,14 @@ def _same_math(text, gold):
     *_, box = BOX.split(text)
     sides = [_latex(_box(box)) if box is not text else "", _latex(gold)]
     bare = [EXTRAS.sub("", side) for side in sides]
-    if bare[0] == sides[0] or bare[1] == sides[1]:  # where both name a variable or a unit, it must be the same
+    if bare[0] == sides[0] or bare[1] == sides[1]:  # both name a variable or a unit: it must be the same
         sides = bare
     values = [_value(side) for side in sides]
     reply, gold = (re.sub(r"(?<!\d) | (?!\d)", "", side) for side in sides)
     return reply == gold != "" if values[1] is None else values[0] == values[1]
 
 def _same_choice(text, gold):
-    """arc: the label behind the mark, or else the only label of the reply; digits where the gold is a digit."""
+    """arc: the label behind the mark, or else the only one of the reply; digits where the gold is a digit."""
     marked = _marked(text, CHOSEN)
     found = LABEL.findall(DENIED.sub("", text)) if marked is None else CHOICE.findall(marked)
     return {(a or b).upper() for a, b in found if (a or b).isdigit() == gold.isdigit()} == {gold.upper()}
