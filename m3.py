@@ -196,121 +196,209 @@ def decode(tokenizer, tokens, mask):
     return [tokenizer.decode(row[real].tolist(), skip_special_tokens=True)
             for row, real in zip(tokens.cpu(), mask.cpu())]
 
-# --- 3. Reward -------------------------------------------------------------------------------------------------------
+# --- 3. Reward -------------------------------------------------------------------------------------------
 
-# A number: groups of exactly three digits (so `3,8` stays a list), decimals, exponent; then `/b`, a whole part before
-# the fraction, `\cdot10^n`. Exponents stop at three digits because 1e999999999 would fill the memory.
+# Digits: groups of exactly three (`3,8` is a list); a longer exponent would fill the memory. As in 1,250.5e3
 DIGITS = r"(?:(?:\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"
-NUMBER = re.compile(rf"((?<![\w)\]}}])[-+])?(?:(\d{{1,9}}) (?=\d{{1,9}}/\d))?({DIGITS})(?: ?/ ?(-?{DIGITS}))?"
-                    r"(?: ?\\cdot ?10\^\{?([-+]?\d{1,3})\}?)?")
-# A number with one of these beside it is only a piece of something, or denied: 5\sqrt{3}, 10-12, 5 or 7, not 40.
-BEFORE = re.compile(r"(?:\d[ .,]?|[*/^_+×÷±] ?|- |\d ?-|\d,? (?:and|or) |\bnot |\\\w+ ?\{?)$")
-AFTER = re.compile(r"[\s,]*(?:(?:or|and|to|by|x|times)\b|[-+*/^×÷:.])?\s*[-+]?\.?\d|\s*[\\^_]|[eE][-+]?\d")
+# A number: whole part before a fraction, fraction or power, power of ten. As in -3 1/2, 5^2, 4.5\cdot10^3
+NUMBER = re.compile(
+    rf"(?P<sign>(?<![\w)\]}}])[-+])?(?:(?P<whole>\d{{1,9}}) (?=\d{{1,9}}/\d))?(?P<top>{DIGITS})"
+    rf"(?: ?/ ?(?P<bottom>-?{DIGITS})|\^\{{?(?P<power>[-+]?\d\d?(?!\d))\}}?)?"
+    r"(?: ?\\cdot ?10\^\{?(?P<tens>[-+]?\d{1,3}(?!\d))\}?)?")
+# Powers of ten; the letters count outside math, and `m` is metres. As in 18 thousand, 18k
+SIZES = {"hundred": 2, "thousand": 3, "grand": 3, "lakh": 5, "million": 6, "billion": 9, "trillion": 12}
+LETTERS = {"k": 3, "K": 3, "M": 6, "mn": 6, "B": 9, "bn": 9, "T": 12}
+# A number behind one of these is a piece, a bound or denied. As in 10-12, > 18, half of 40, not 40, Step 2
+BEFORE = re.compile(
+    r"(?:\d[ .,]?|[*/^_+×÷±√|] ?|- |\d ?-|\d,? (?:and|or) |\\\w+ ?\{?|(?:^|\W|\w )[<>] ?|\b(?:not(?: \w+)?"
+    r"|minus|negative|over|under|above|below|almost|nearly|step|part|(?:more|less|\w+er) than"
+    r"|(?:half|twice|double|third|quarter|square|root)(?: of)?(?: the)?|in (?:thou|mil|bil)\w+(?: is|:)?) )$",
+    re.I)
+# So is a number in front of one of these. As in 12-10, 5 or 7, 5 * (2 + 1), 5\pi, 3 hundredths, 18 or more
+AFTER = re.compile(
+    r"[\s,]*(?:(?:or|and|to|by|x|times)\b|[-+*/^×÷:.])?\s*[-+]?\.?\d|[)\]}]*\s*\^|\s*[\\_+*÷±√<>]|\)?\(-?\d"
+    r"|\s*[-/] ?\(|[eE][-+]?\d|[xy]\b|(?:st|nd|rd|th)\b| ?(?:[kKMBT]|mil|bn|mn)\b| \(or\b"
+    r"| (?:squared|cubed|or (?:more|less|\w+er))\b|[\s-]+hal(?:f|ves)\b|[\s-]*(?:third|tenth)s"
+    rf"| and (?:an?|one|two) (?:half|third|quarter)|[\s(-]*(?:[a-z]+ )?(?i:{'|'.join(SIZES)})")
+# A line that opens an echoed or an invented question. As in Question 2: How many
 QUESTION = re.compile(r"^[# \t]*(?:next |new )?(?:question|problem|q|human|user)[ #\d]*:", re.M | re.I)
-STATED = re.compile(r"\banswer(?:\s+(?:is|was|equals|(?:should|must|would|will) be)\b(?!\s+not\b)|\s*[:=])[:\s]*"
-                    r"|^A:(?=\s*\W{0,3}\d)", re.M | re.I)  # bare `A:` only before a number: in arc it labels an option
+# A mark, not a heading: no word, no `2.` with a word, but in the last line. As in #### 28, #### Total: 28
+HASHES = re.compile(
+    r"(?<!#)#{4,}(?:(?!#|\s*(?:[A-Za-z]{2}|[A-Za-z] [a-z]|\d\d? ?(?:[.)-]\s+[A-Za-z]|:)))"
+    r"|\s*(?=about|approximately|at least|exactly|only)|(?!\s*(?i:note|check|verif|step))"
+    r"\s*[^\d\n#:=]{2,60}(?:[:=]|\b(?:is|are))(?=\W{0,4}\d[^\n#]{0,60}\s*\Z))")
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")  # what opens a box, as in \boxed {28}
+TAG = re.compile(r"<answer>(?=[^<]*</answer>)", re.I)  # a tag that is closed, as in <answer>28</answer>
+ADVERB = r"(?:(?:therefore|thus|hence|then|clearly|definitely|certainly|simply|indeed|obviously)\b,?\s*)?"
+# A statement. Bare `A:` only before a number: in arc it labels an option. As in The answer should be 28
+STATED = re.compile(
+    r"\banswer(?:,? (?:therefore|thus|then|hence),?)?(?:\s+(?:is|was|equals|(?:should|must|would|will) be)\b"
+    r"|\s*[:=])(?![:\s]*(?:not|correct|right|reasonable|consistent|valid)\b)[:\s]*"
+    rf"{ADVERB}|^A:(?=\s*\W{{0,3}}\d)", re.M | re.I)
+# Doubt in the statement behind it. As in I don't think the answer is 28; the wrong answer is 28
+DOUBT = re.compile(
+    r"(?:(?:n't|\bnot|\bnever) \w+|\b(?:doubt|wonder|whether|unclear|false|if))(?: that| if| whether)?(?: the"
+    r"| my)?(?: \w+)? ?\Z|\b(?:wrong|incorrect|first|previous|earlier|initial|worst|least \w+) \Z", re.I)
+STEP = re.compile(r"^\W{0,6}(?:step|part) (\d\d?)", re.M | re.I)  # withdraws the mark before it: Step 2
+# The end of the clause that answers. As in 12 pears, which is 3 more
 CLAUSE_END = re.compile(r"[;!?]|\.(?!\d)|,(?!\s*(?:-?\d|\(?(?:[A-E]|or|and)\b))")
-HEDGE = re.compile(r"\?|\bI (?:can(?:not|.t)|don.t|do not)\b|\b(?:not |un)sure\b|\d,? or -?\$?\d|\b(?:either|maybe|"
-                   r"perhaps|possibly|guess|candidates|so far)\b|\b(?:and|or|plus|minus|times|of|to|for)$", re.I)
-CHOICE = re.compile(r"^(?i:(?:the )?(?:option|choice|letter) )?\W{0,5}(?:([A-E1-5])(?![\w'])|([a-e])(?=[).:]|\W{0,5}$))"
-                    r"(?!\)?[\s,/&]*(?:or|and)\W+[A-E1-5]\b|[\s,/&]+[A-E1-5]\b|.*\([A-E1-5]\))")  # not `A or B`
-LABEL = re.compile(r"\(([A-E1-5])\)|^[^\w\n]{0,5}([A-E1-5])(?:[).:]|[^\w\n]*$)", re.M)
-EXTRAS = re.compile(r"^\\?[a-zA-Z]\w{0,20}(?:\(\w\))? ?= ?(?=[^=]+$)|"  # `x =` in front, unit behind
-                    r"(?<=[\d}]) (?:[a-zA-Z]{2,20}(?: [a-zA-Z]{2,20}){0,2}|[mgsLJNVWC])(?:/[a-z]+)?(?:\^\d)?$")
+# A closing sentence with one of these decides nothing. As in Perhaps it is 28
+HEDGE = re.compile(
+    r"\?|\bI (?:can(?:not|.t)|don.t|do not)\b|\b(?:not |un)sure\b|\d,? or -?\$?\d|\b(?:either|maybe|perhaps"
+    r"|possibly|guess|candidates|so far)\b|\b(?:and|or|plus|minus|times|of|to|for)$", re.I)
+# arc: an option chosen in other words. As in I would pick (D); the best option is D; so D.; D is correct
+CHOSEN = re.compile(
+    r"\b(?:I|we)(?:'d|'ll| would| will)? (?:choose|chose|pick|select|go with) (?-i:(?!a\b))"
+    rf"|\b(?:option|choice|letter)(?: (?:is|(?:must|would) be)\b:?|:) ?{ADVERB}"
+    r"|\b(?:so|therefore|thus|hence|leaves|it(?: is|'s| must be))[,:]? (?:it (?:is|must be) |it's )?"
+    r"(?=(?:option |choice )?\W{0,2}(?-i:[A-E])\W{0,2}?(?:[.!\n]|$))"
+    r"|(?:^|[.!?:;] |\b(?:so|that|thus|hence|therefore|only|but),? |(?<!n't )(?<!not )\b(?:think|say) "
+    r"|(?<!or )(?<!and )(?<!not )(?<!if )(?<!neither )\b(?:option|choice|answer) )(?=\(?(?-i:[A-E])\)? (?:is"
+    r"|must be) (?:the )?(?:(?:correct|right|best) (?:answer|choice|option)|correct|right|answer)\b)",
+    re.I | re.M)
+# The chosen option, not `A or B`. As in the option (D); D; d)
+CHOICE = re.compile(
+    r"^(?i:(?:the )?(?:option|choice|letter) )?\W{0,5}(?:([A-E1-5])(?![\w'])|([a-e])(?=[).:]|\W{0,5}$))"
+    r"(?!\)?[\s,/&]*(?:or|and)\W+[A-E1-5]\b|[\s,/&]+[A-E1-5]\b|\)? (?:if|unless|is (?:not|wrong))\b"
+    r"|.*\([A-E1-5]\))")
+# An option without a statement, and one denied. As in which leaves (D); not (D); (D) is wrong
+LABEL = re.compile(r"\(([A-E1-5])\)|^[^\w\n]{0,5}(?:Option |Choice )?([A-E1-5])(?:[).:]|[^\w\n]*$)", re.M)
+DENIED = re.compile(
+    r"(?:n't|\b(?:not|nor|neither|never|out|except|but))(?: be)? (?:option )?\([A-E1-5]\)|\(?[A-E1-5]\) "
+    r"(?:is |was )?(?:not|wrong|incorrect|false|isn't|can't|cannot|doesn't|does not|fails)\b", re.I)
+# `x =` in front and a unit behind. As in f(x) = 5 cm^2
+EXTRAS = re.compile(
+    r"^\\?[a-zA-Z]\w{0,20}(?:\(\w\))? ?= ?(?=[^=]+$)|(?<=[\d}]) (?:[a-zA-Z]{2,20}(?: [a-zA-Z]{2,20}){0,2}"
+    r"|[mgsLJNVWC])(?:/[a-z]+)?(?:\^\d)?$")
+# Signs and their plain spelling, as ≤ for \le
+SIGNS = {"−": "-", "–": "-", "⁄": "/", "×": r"\cdot ", "·": r"\cdot ", "⋅": r"\cdot ", "≤": r"\le ",
+         "≥": r"\ge ", "≠": r"\ne ", "π": r"\pi ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ",
+         "∈": r"\in ", "±": r"\pm ", "…": r"\ldots ", "½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4",
+         "¾": "3/4", "⅕": "1/5", "⅛": "1/8"}
+RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+# One spelling where LaTeX and prose have several, in this order. As in \dfrac12 and ½, which are 1/2
 LATEX = [(re.compile(pattern), new) for pattern, new in (
-    (r"[−–]", "-"), (r"\\[dt]frac", r"\\frac"), (r"\\times", r"\\cdot"), (r"\{,\}", ","),
-    (r"\\(?:text(?:bf|rm|it)?|mathrm|mathbf|mbox) ?\{([^{}]*)\}", r" \1"),
-    (r"\\(?:left|right|boxed)(?![a-zA-Z])|\\! ?|\\?[$%]|(?<!\\)\\[()\[\]]|\^\{?\\circ\}?|°", ""),
-    (r"(?<!\\)\\[,;: ]|~|\\q?quad\b", " "), (r"\s+", " "), (r"([\^_])\{(\w)\}", r"\1\2"),
-    (r"\\(frac|sqrt) ?(\d)", r"\\\1{\2}"), (r"(\\frac\{[^{}]*\}) ?(\d)", r"\1{\2}"), (r"(?<=\d) ?\\frac", r" \\frac"),
-    (rf"\\frac\{{(-?{DIGITS})\}}\{{(-?{DIGITS})\}}", r"\1/\2"))]
+    (r"[⁰¹²³⁴-⁹⁻]+", lambda raised: f"^{{{raised[0].translate(RAISED)}}}"), (r"[₀-₉]", "_"),
+    (r"[$€£] ?([\d.,]*\d) ?m\b(?! ?[-+*/^=$])", r"\1 million"), (r"(?<=\d)\*\*(?=\d)", "^"),
+    (r"(?<![\w)*_])[*_]([-+$\d.,%]+)[*_](?![\w*_])", r"\1"), (r">=", "≥"), (r"<=", "≤"), (r"!=", "≠"),
+    (r"\\[dtc]frac", r"\\frac"), (r"\\[dt]binom", r"\\binom"), (r"\\times", r"\\cdot"), (r"\{,\}", ","),
+    (r"\\(le|ge|ne)q(?:slant|q)?(?![a-zA-Z])", r"\\\1 "), (r"\\[cl]?dots[cbm]?(?![a-zA-Z])", r"\\ldots"),
+    (r"(?<=\d) and (?:a|one) half\b", "½"), (r"(?<=\d)(?=[½⅓⅔¼¾⅕⅛])", " "),
+    (f"[{''.join(SIGNS)}]", lambda sign: SIGNS[sign[0]]),
+    (r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox) ?\{([^{}]*)\}", r" \1"),
+    (r"\\(?:(?:display|text)style|limits|[bB]igg?[lr]?|left|right|boxed)(?![a-zA-Z])|\\! ?|\\?[$%€£]"
+     r"|(?<!\\)\\[()\[\]]|\^\{?\\(?:circ|degree)\}?|°", ""), (r"(?<!\\)\\[,;: ]|~|\\q?quad\b", " "),
+    (r"\s+", " "), (r"(?<=\{) | (?=\})", ""), (r"([\^_])\{(\w)\}", r"\1\2"), (r"(?<=[\^_]\w) (?=\d)", ""),
+    (r"(?<=\d) ?(?:\\cdot|[xX*]) ?(?=10\^)", r"\\cdot"), (r"\\(frac|sqrt) ?(\d)", r"\\\1{\2}"),
+    (r"(\\frac\{[^{}]*\}) ?(\d)", r"\1{\2}"), (r"(?<=\d) ?\\frac", r" \\frac"),
+    (rf"\\frac\{{(-?{DIGITS})\}}\{{(-?{DIGITS})\}}", r"\1/\2"),
+    (rf"(?<=\d)(?:-| ?\(?)((?i:{'|'.join(SIZES)}))s?\b\)?",
+     lambda size: rf"\cdot10^{SIZES[size[1].lower()]}"))]
 
 def verify(completion: str, gold: str, kind: str) -> int:
-    r"""1 if the reply's final answer is the gold one, else 0; linear time, never raises. kind: a key of FINISH.
+    r""
+    r"""1 if the reply's final answer is the gold one, else 0; linear time, never raises. kind as in FINISH.
 
-    1. <think> blocks are dropped. A `Question:` line that opens the reply is an echo, dropped; a later one is an
-       invented next question, and the text ends there.
-    2. The LAST `####` counts, else the last \boxed{}, else the last <answer>, else the last "answer is", "Answer:"
-       or "A:" line. If it is empty, cut off or undecided (5 or 7), nothing earlier is tried instead.
-    3. Without any: gsm8k and svamp take the last number of the closing sentence unless that hedges, asks or breaks off;
-       arc takes the only option label in the reply. math always wants a box.
-    4. Numbers are compared as exact fractions: 48.0 = 48, 3/4 = 0.75, 35% = 35, but 0.33 is not 1/3.
-    5. math: equal numbers, else equal normalised LaTeX; `x =` and units are ignored where one side lacks them.
+    1. <think> blocks and an echoed `Question:` are dropped; an invented next question ends the text.
+    2. The LAST mark counts: `####` (no heading), \boxed{}, <answer>, "The answer is", in arc also "I choose".
+       If it is empty, cut off, undecided (5 or 7) or followed by "Step 2", nothing earlier is tried instead.
+    3. Without any: gsm8k and svamp take the last number of the closing sentence unless that hedges, asks or
+       breaks off; arc takes the only option label in the reply. math always wants a box.
+    4. Numbers are exact fractions: 48.0 = 48, 3/4 = 0.75, 35% = 35, 18k = 18000, but 0.33 is not 1/3.
+    5. math: equal numbers, else equal LaTeX in one spelling; `x =` and units may be lacking on one side.
     6. A gold that cannot be read (empty, or words for gsm8k) gives 0 to every reply.
     """
-    judge = {"toy": _same_number, "gsm8k": _same_number, "svamp": _same_number, "math": _same_math, "arc": _same_choice}[kind]
-    return int(judge(_own_words(str(completion)), str(gold).strip()))
+    judges = dict.fromkeys(FINISH, _same_number) | {"math": _same_math, "arc": _same_choice}
+    return int(judges[kind](_own_words(str(completion)), str(gold).strip()))
 
 def _own_words(text):
-    """The reply without reasoning, bold marks, echoed question and invented next question."""
+    """The reply without reasoning, calculator marks, bold, echoed question and invented next question."""
     text = re.sub(r"(?is)<think>.*?(?:</think>|\Z)|\A(?:(?!<think>).)*?</think>", "", text)
+    text = re.sub(r"<<[^<>\n]*>>|</?(?:b|strong|i|em|code)>", "", text.replace("’", "'"))
     first, *later = QUESTION.split(re.sub(r"(?<!\d)\*\*|\*\*(?!\d)", "", text))  # 2**3 is a power, not bold
     return first if first.strip() or not later else re.split(r"[?\n]", later[0] + "\n", maxsplit=1)[1]
 
 def _box(text):
-    r"""Content of the last \boxed{} with balanced braces; "" if cut off, None without a box."""
-    _, box, text = text.rpartition(r"\boxed{")
+    """What stands before the brace that closes a box; "" if cut off."""
     depth = 1
-    for brace in re.finditer(r"(?s)\\.|[{}]", text if box else ""):
+    for brace in re.finditer(r"(?s)\\.|[{}]", text):
         depth += (brace[0] == "{") - (brace[0] == "}")
         if depth == 0:
             return text[:brace.start()]
-    return "" if box else None
+    return ""
 
-def _marked(text):
-    """First clause behind the mark that counts (rule 2), None without: `12 pears`, not `which is 3 more than 9`."""
-    if "####" in text:
-        phrase = text.rpartition("####")[2]
-    elif (phrase := _box(text)) is None:
-        tags = re.findall(r"(?i)<answer>([^<]*)</answer>", text)
-        ends = [match.end() for match in STATED.finditer(text)]
-        phrase = tags[-1] if tags else text[ends[-1]:] if ends else None
-    return phrase and CLAUSE_END.split(_latex(phrase.strip().split("\n", 1)[0]), maxsplit=1)[0].strip()
+def _marked(text, *patterns):
+    """First clause behind the last mark (rule 2), None without: `12 pears`, not `which is 3 more than 9`."""
+    numbers = re.findall(r"####\s*(\d+)", text)
+    if len(numbers) < 2 or numbers != [str(n + 1) for n in range(len(numbers))]:  # 1, 2, 3 are headings
+        patterns = (HASHES, *patterns)
+    marks = [mark for pattern in (BOX, TAG, STATED, *patterns) for mark in pattern.finditer(text)]
+    marks.sort(key=lambda mark: mark.end())
+    doubted = [mark for mark in marks[-9:] if DOUBT.search(text[max(0, mark.start() - 60):mark.start()])]
+    while marks and marks[-1] in doubted:
+        marks.pop()
+    step = marks and STEP.search(text, marks[-1].end())
+    if not marks or (step and step[1] != "1"):
+        return "" if doubted and not marks else None
+    phrase = text[marks[-1].end():].partition("</answer>")[0]
+    line = _latex((_box(phrase) if marks[-1].re is BOX else phrase).strip().split("\n", 1)[0])
+    clause = CLAUSE_END.split(line, maxsplit=1)[0]
+    return "" if line[len(clause):].startswith("?") else clause.strip()
 
 def _closing(text):
-    """Last sentence of a reply; "" if it hedges, or ends neither in a stop nor in the number and its unit."""
-    sentence = re.split(r"(?<=[.!?])\s+|\n+", text.strip())[-1]
-    ended = re.search(r"(?:[.!]|\d\S*(?: \w+)?)\W*$", sentence[-60:])  # searching all of it would take quadratic time
-    return _latex(sentence) if ended and not HEDGE.search(sentence) else ""
+    """Last sentence; "" if it hedges, is a heading, or ends neither in a stop nor a number with unit."""
+    text = re.split(r"(?im)^#+\s*(?:check|verif)", text)[0]
+    line = text.strip().rsplit("\n", 1)[-1]
+    sentence = re.sub(r"^\W{0,9}\d{1,2}\)\s", "", re.split(r"(?<=[.!?])\s+", line)[-1])  # 2) numbers a list
+    ended = re.search(r"(?:[.!]|\d\S*(?: \w+)?)\W*$", sentence[-60:])  # all of it: quadratic time
+    heading = line.startswith("#") and not re.match(r"#+\s*(?!step|part)[a-z].*[.!]\Z", line, re.I)
+    return "" if heading or not ended or HEDGE.search(sentence) else _latex(sentence)
 
 def _same_number(text, gold):
     """gsm8k, svamp: the first number behind the mark, or else the last one of the closing sentence."""
     marked = _marked(text)
     clause = (_closing(text) if marked is None else marked).rpartition("=")[2]
+    clause = re.sub(r"(?<=\d)(k|K|M|mn|B|bn|T)\b", lambda size: rf"\cdot10^{LETTERS[size[1]]}", clause)
+    clause = re.sub(r"(?<=[a-z])\^\d", "", clause)  # cm^3
     found = list(NUMBER.finditer(clause))[slice(-1, None) if marked is None else slice(1)]
-    alone = [m[0] for m in found if not (BEFORE.search(clause[:m.start()][-20:]) or AFTER.match(clause, m.end()))]
+    alone = [number[0] for number in found if not AFTER.match(clause, number.end())
+             and not BEFORE.search(clause[:number.start()][-30:])]
     value = _value(_latex(gold))
     return value is not None and [value] == [_value(number) for number in alone]
 
 def _value(text):
-    """Exact value of a number, else None; also for x/0 and for lengths that int() refuses or takes seconds over."""
-    if len(text) > 1000 or not (match := NUMBER.fullmatch(text)):
+    """Exact value of a number, else None; also for x/0 and lengths that take int() seconds."""
+    match = NUMBER.fullmatch(text) if len(text) <= 1000 else None
+    if match is None:
         return None
-    sign, whole, *parts, power = match.groups()
-    top, bottom = (Fraction(re.sub("[, ]", "", part or "1")) for part in parts)
-    size = bottom and (int(whole or 0) + top / bottom) * Fraction(10) ** int(power or 0)
-    return None if bottom == 0 else -size if sign == "-" else size
+    top, bottom = (Fraction(re.sub("[, ]", "", match[part] or "1")) for part in ("top", "bottom"))
+    power = int(match["power"] or 1)
+    if bottom == 0 or (top == 0 and power < 0):
+        return None
+    size = (int(match["whole"] or 0) + top**power / bottom) * Fraction(10) ** int(match["tens"] or 0)
+    return -size if match["sign"] == "-" else size
 
 def _latex(text):
-    """One spelling where LaTeX has several; currency, percent and degree signs and the full stop are dropped."""
+    """One spelling where LaTeX has several; currency, percent, degree signs and the full stop are dropped."""
     for pattern, new in LATEX:
         text = pattern.sub(new, text)
     return text.strip().rstrip(" .")
 
 def _same_math(text, gold):
-    """math: the box holds the same number, else the same text; spaces count only between digits."""
-    sides = [_latex(_box(text) or ""), _latex(gold)]
+    """math: the last box holds the same number, else the same text; spaces count only between digits."""
+    *_, box = BOX.split(text)
+    sides = [_latex(_box(box)) if box is not text else "", _latex(gold)]
     bare = [EXTRAS.sub("", side) for side in sides]
-    if bare[0] == sides[0] or bare[1] == sides[1]:  # where both name a variable or a unit, it must be the same one
+    if bare[0] == sides[0] or bare[1] == sides[1]:  # both name a variable or a unit: it must be the same
         sides = bare
     values = [_value(side) for side in sides]
     reply, gold = (re.sub(r"(?<!\d) | (?!\d)", "", side) for side in sides)
     return reply == gold != "" if values[1] is None else values[0] == values[1]
 
 def _same_choice(text, gold):
-    """arc: the label behind the mark, or else the only label of the reply; digits where the gold is a digit."""
-    marked = _marked(text)
-    found = LABEL.findall(text) if marked is None else CHOICE.findall(marked)
+    """arc: the label behind the mark, or else the only one of the reply; digits where the gold is a digit."""
+    marked = _marked(text, CHOSEN)
+    found = LABEL.findall(DENIED.sub("", text)) if marked is None else CHOICE.findall(marked)
     return {(a or b).upper() for a, b in found if (a or b).isdigit() == gold.isdigit()} == {gold.upper()}
 
 def group_advantages(rewards, group_size, std="unbiased", eps=1e-4):
