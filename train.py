@@ -455,8 +455,8 @@ def context_length(config):
     """Longest sequence that a model reads in one way, in tokens; 10^9 where nothing limits it (ALiBi).
 
     LongRoPE and dynamic NTK turn ALL positions differently once a sequence passes the original context: what
-    was sampled would be scored otherwise, and one long row would change its short neighbours. So their limit is
-    the original context. YaRN and Llama 3 scale by constants: no limit of that kind.
+    was sampled would be scored otherwise, and one long row would change its short neighbours. So there the
+    original context is the limit. YaRN and Llama 3 scale by constants: no limit of that kind.
     """
     config = config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or 10**9
@@ -468,11 +468,9 @@ def context_length(config):
             limit = min(limit, part.get("original_max_position_embeddings") or original or limit)
     return limit
 
-# --- Start-up check: what would fail late is tried in a second, before the first rollouts -------------------
-
 def use_checkpointing(model):
-    """Gradient checkpointing, which transformers does in training mode alone: so every dropout is set to 0. Not
-    in the config, for it is saved; a dropout that a forward pass reads from there is found by try_rollouts."""
+    """Gradient checkpointing, which transformers does in training mode alone: so every dropout is set to 0.
+    Not in the config, for it is saved: a dropout that a forward pass reads there is found by try_rollouts."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -480,9 +478,11 @@ def use_checkpointing(model):
             if named and isinstance(value, float):
                 setattr(module, name, 0.0)
 
+# --- Start-up check: what would fail late is tried in a second, before the first rollouts -------------------
+
 def try_rollouts(model, prompts, share):
-    """ValueError unless sampling, scoring as in training and plain forward passes of single rows agree in log p,
-    and the last two in their gradients. share: as in m3.hidden_states; gradient checkpointing wants False."""
+    """ValueError unless sampling, scoring as in training and plain forward passes of single rows agree in log
+    p, the last two in gradients too. share: as in m3.hidden_states; False with gradient checkpointing."""
     limit = 2 * math.sqrt(torch.finfo(model.dtype).eps)  # float32: 7e-4, bfloat16: 0.18; a fault is about 1
 
     def must_agree(what, got, want, scale):
@@ -514,22 +514,22 @@ def try_rollouts(model, prompts, share):
         must_agree("gradients", ours, right, sum(g.float().square().sum() for g in right).sqrt())
 
 def try_out(model, teacher, tokenizer, flags):
-    """Ends in one line where a run would fail late: adapters, sampling, scoring, checkpointing, kernel, saving.
-    teacher: another model or None. Switches gradient checkpointing on where it is asked for; moves no weight and
-    no random state. Below a second for a small model, seconds for a large one."""
+    """Ends in one line where a run would fail late: adapters, sampling, scoring, checkpointing, saving.
+    teacher: another model or None. Switches gradient checkpointing on, if asked for; moves no weight and no
+    random state. Below a second for a small model, seconds for a large one."""
     models = {"model": model} | ({"teacher": teacher} if teacher else {})
     size = min(m.get_input_embeddings().num_embeddings for m in models.values())
     ids = torch.randint(size, (6,), generator=torch.Generator().manual_seed(0)).tolist()
     if flags.lora_rank:
         adapted, weights = m3.lora_share(model)
-        print(f"adapters on {adapted:,} of {weights:,} block weights ({adapted / max(weights, 1):.0%})"
-              + "; the others, such as fused experts, stay frozen" * (adapted < weights))
+        print(f"adapters on {adapted:,} of {weights:,} block weights ({adapted / max(weights, 1):.0%}), the rest"
+              " is frozen")
         with or_fail(f"--lora-rank: adapters do not fit {flags.model}: leave it out"), torch.no_grad():
             assert adapted, "its blocks have no linear layers"
             model(input_ids=torch.tensor([ids], device=model.device))
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         for flag, one in models.items():
-            with or_fail(f"--{flag} {vars(flags)[flag]} cannot be sampled or scored: take another, whose layers"
+            with or_fail(f"--{flag} {vars(flags)[flag]} cannot be sampled or scored: take one whose layers"
                          " all keep keys and values (recurrent and linear attention do not)"):
                 try_rollouts(one, [ids[:4], ids[4:]], share=True)
         if flags.gradient_checkpointing:
