@@ -522,8 +522,8 @@ def try_out(model, teacher, tokenizer, flags):
     ids = torch.randint(size, (6,), generator=torch.Generator().manual_seed(0)).tolist()
     if flags.lora_rank:
         adapted, weights = m3.lora_share(model)
-        print(f"adapters on {adapted:,} of {weights:,} block weights ({adapted / max(weights, 1):.0%}), the rest"
-              " is frozen")
+        share = adapted / max(weights, 1)
+        print(f"adapters on {adapted:,} of {weights:,} block weights ({share:.0%}); the rest is frozen")
         with or_fail(f"--lora-rank: adapters do not fit {flags.model}: leave it out"), torch.no_grad():
             assert adapted, "its blocks have no linear layers"
             model(input_ids=torch.tensor([ids], device=model.device))
