@@ -1181,6 +1181,181 @@ def test_lora_seed_and_scale():
     torch.testing.assert_close(layer(x), want)
 
 
+# --- the start-up check ---------------------------------------------------------------------------------------------
+
+
+def starting(model, other=None, **flags):
+    """train.try_out, as a run calls it before its first rollouts."""
+    flags = dict(model="M", teacher="T", lora_rank=0, gradient_checkpointing=False) | flags
+    return train.try_out(model, other, tokenizer(), types.SimpleNamespace(**flags))
+
+
+def settings_of(model):
+    """Its config, but for two values that each save_pretrained writes into it."""
+    return {name: value for name, value in model.config.to_dict().items() if name not in ("dtype", "architectures")}
+
+
+def by_name(name, **kw):
+    """A tiny random causal model of any architecture in transformers."""
+    common = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**common | kw)).eval()
+
+
+HEADS = dict(intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+EXPERTS = HEADS | dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, moe_topk=2)
+
+
+@pytest.mark.usefixtures("failing")
+@pytest.mark.parametrize("name, kw", [
+    ("Mamba", dict(state_size=8)), ("Lfm2", HEADS | dict(layer_types=["conv", "full_attention"])),
+    ("Qwen3Next", EXPERTS | dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+                                 linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+                                 shared_expert_intermediate_size=16))])
+def test_models_without_keys_and_values_are_refused_at_the_start(name, kw):
+    model = by_name(name, **kw)
+    with pytest.raises(Failed, match="--model M cannot be sampled.*keys and values"):
+        starting(model)
+    with pytest.raises(Failed, match="--teacher T cannot be sampled"):
+        starting(tiny_model("llama"), model)
+
+
+@pytest.mark.usefixtures("failing")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_start_up_check_lets_sound_models_pass_and_moves_nothing(dtype, capsys):
+    for kind in ("qwen3", "gemma2", "gpt2", "cohere"):
+        for lora_rank in (0, 4):
+            model = tiny_model(kind).to(dtype)
+            if lora_rank:
+                m3.add_lora(model, lora_rank, 0)
+            teacher = tiny_model("llama").to(dtype)
+            before, noise = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+            settings = settings_of(model)
+            for checkpointing in (False, True):
+                starting(model, teacher, lora_rank=lora_rank, gradient_checkpointing=checkpointing)
+            assert torch.equal(torch.get_rng_state(), noise) and settings_of(model) == settings
+            assert same(dict(model.state_dict()), dict(before)) and not any(m.training for m in model.modules())
+            assert all(p.grad is None for p in model.parameters())
+            assert ("(100%)" in capsys.readouterr().out) == bool(lora_rank)
+
+
+@pytest.mark.usefixtures("failing")
+@pytest.mark.parametrize("spoil, words", [
+    (lambda m: setattr(m, "sample", lambda *a, f=m3.sample, **kw: (*f(*a, **kw)[:2], f(*a, **kw)[2] - 0.3)), "sampled"),
+    (lambda m: setattr(m, "hidden_states", lambda *a, f=m3.hidden_states, **kw: f(*a, **kw) * 2), "scored"),
+    (lambda m: setattr(m, "hidden_states", lambda *a, f=m3.hidden_states, **kw: f(*a, **kw).detach().requires_grad_()),
+     "grad"),
+    (lambda m: setattr(m, "hidden_states", lambda *a, f=m3.hidden_states, **kw: f(*a, **kw) * math.nan), "scored")])
+def test_the_start_up_check_sees_what_is_wrong(spoil, words, monkeypatch):
+    changed = types.SimpleNamespace(**vars(m3))
+    spoil(changed)
+    monkeypatch.setattr(train, "m3", changed)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(Failed, match=words):
+            starting(tiny_model("llama", initializer_range=0.2).to(dtype))
+
+
+@pytest.mark.usefixtures("failing")
+@pytest.mark.parametrize("name, kw", [
+    ("OPT", dict(ffn_dim=48, num_attention_heads=4, word_embed_proj_dim=32, dropout=0.1, attention_dropout=0.1,
+                 layerdrop=0.5)),
+    ("Starcoder2", HEADS | dict(embedding_dropout=0.1)), ("GPTNeoX", HEADS | dict(hidden_dropout=0.1)),
+    ("GPTBigCode", dict(n_embd=32, n_layer=2, n_head=4)), ("Phi3", HEADS | dict(resid_pdrop=0.1, embd_pdrop=0.1))])
+def test_gradient_checkpointing_has_no_dropout_at_all(name, kw, monkeypatch):
+    model = by_name(name, **kw)
+    settings = settings_of(model)
+    starting(model, gradient_checkpointing=True)  # its gradients are those of plain forward passes
+    model.train()
+    ids = torch.arange(12)[None]
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert settings_of(model) == settings  # what is saved keeps its dropouts
+    model = by_name(name, **kw)
+    monkeypatch.setattr(train, "use_checkpointing", lambda m: m.gradient_checkpointing_enable())  # dropouts left on
+    with pytest.raises(Failed, match="--gradient-checkpointing does not work with M: leave it out"):
+        starting(model, gradient_checkpointing=True)
+
+
+@pytest.mark.usefixtures("failing")
+def test_adapters_say_how_much_of_the_blocks_they_cover(capsys):
+    model = m3.add_lora(by_name("Qwen3Moe", **EXPERTS), 4, 0)
+    matrices = [p for name, p in by_name("Qwen3Moe", **EXPERTS).named_parameters() if ".layers." in name and p.ndim > 1]
+    attention = 2 * (32 * 32 * 2 + 16 * 32 * 2)  # two layers of q, o and the smaller k, v
+    assert m3.lora_share(model) == (attention, sum(p.numel() for p in matrices))
+    starting(model, lora_rank=4)
+    assert f"adapters on {attention:,} of" in capsys.readouterr().out
+    if hasattr(transformers, "PhimoeForCausalLM"):  # its router is a Linear with two outputs: no adapter there
+        starting(m3.add_lora(by_name("Phimoe", **EXPERTS), 4, 0), lora_rank=4)
+        assert "adapters on 6,144 of 43,264 block weights (14%)" in capsys.readouterr().out
+    with pytest.raises(Failed, match="--lora-rank: adapters do not fit M: leave it out"):  # reads a layer's weight itself
+        starting(m3.add_lora(by_name("HunYuanMoEV1", **EXPERTS), 4, 0), lora_rank=4)
+    bare = tiny_model("llama").requires_grad_(False)
+    with pytest.raises(Failed, match="no linear layers"):
+        starting(bare, lora_rank=4)
+
+
+@pytest.mark.usefixtures("failing")
+@pytest.mark.parametrize("name, value", [("temperature", 0.5), ("output_attentions", True)])
+def test_settings_that_cannot_be_saved_are_found_at_the_start(name, value):
+    model = tiny_model("llama")
+    starting(model)
+    setattr(model.generation_config, name, value)
+    with pytest.raises(Failed, match=f"generation_config.json.*{name}"):
+        starting(model)
+
+
+@pytest.mark.usefixtures("failing")
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_no_numbers_are_refused(tmp_path, bad):
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = bad
+    model.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(Failed, match="--teacher .*NaN or infinity in 1 weights.*layers.1.mlp.up_proj.weight"):
+        train.load_model(str(tmp_path), torch.float32, "cpu", "--teacher")
+
+
+@pytest.mark.usefixtures("failing")
+def test_end_ids_are_the_tokenizers(tmp_path):
+    model, bare = tiny_model("gpt2"), tokenizer(pad=None)
+    bare.eos_token = None
+    bare.save_pretrained(tmp_path)
+    for vocab in (64, 60_000):  # outside the model's vocabulary too, or only the tokenizer's
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab, n_embd=8, n_layer=1, n_head=1))  # 50256 by default
+        model.save_pretrained(tmp_path)
+        with pytest.raises(Failed, match=r"no end token in tokenizer or settings, only \[50256\]"):
+            train.load_model(str(tmp_path), torch.float32, "cpu")
+    model.generation_config.eos_token_id = [50256, 1, 5, -1]
+    model.save_pretrained(tmp_path)
+    assert train.load_model(str(tmp_path), torch.float32, "cpu")[2] == {1, 5}
+
+
+@pytest.mark.parametrize("config, length", [
+    (LlamaConfig(max_position_embeddings=64), 64), (BloomConfig(), 10**9), (GPT2Config(n_positions=48), 48),
+    (Phi3Config(hidden_size=32, num_attention_heads=4, max_position_embeddings=64, original_max_position_embeddings=12,
+                rope_scaling=dict(type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4)), 12),
+    (LlamaConfig(max_position_embeddings=64, rope_scaling=dict(rope_type="dynamic", factor=2.0,
+                                                                original_max_position_embeddings=12)), 12),
+    (LlamaConfig(max_position_embeddings=64, rope_scaling=dict(rope_type="dynamic", factor=2.0)), 64),
+    (LlamaConfig(max_position_embeddings=64, rope_scaling=dict(rope_type="yarn", factor=4.0,
+                                                                original_max_position_embeddings=16)), 64),
+    (LlamaConfig(max_position_embeddings=64, rope_scaling=dict(
+        rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=16)), 64)])
+def test_context_length(config, length):
+    assert train.context_length(config) == length
+
+
+def test_within_the_context_length_the_number_of_tokens_changes_nothing():
+    """LongRoPE: a long row beside a short one changes the short one's logits, but only beyond the limit."""
+    model = by_name("Phi3", **HEADS, max_position_embeddings=64, original_max_position_embeddings=12, rope_scaling=dict(
+        type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4))
+    limit = train.context_length(model.config)
+    short = torch.arange(5, 11)[None]
+    logits = [model(input_ids=F.pad(short, (0, n - 6))).logits[:, :6] for n in (6, limit, limit + 1)]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
+    assert (logits[0] - logits[2]).abs().max() > 1e-3
+
+
 # --- the program on models that are not the toy -----------------------------------------------------------------------------------
 
 
