@@ -20,8 +20,9 @@ Shapes: P prompts, G responses per prompt, B = P*G rows, N response positions, V
 T = number of real (unmasked) response tokens of a batch, laid out flat. p_S student, p_T teacher, y sampled token.
 """
 
-import contextlib, functools, inspect, math, random, re
+import collections, contextlib, functools, inspect, math, random, re
 from fractions import Fraction
+from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -328,48 +329,66 @@ def group_advantages(rewards, group_size, std="unbiased", eps=1e-4):
 # --- 4. Scores: the same response tokens, read after the student's prompt and after the teacher's --------------------
 
 def split_head(model):
-    """(backbone, head): head(backbone(ids).last_hidden_state) is model(ids).logits; tried here on 8 random ids. head is
-    the output layer itself, or for soft-capped (Gemma-2) and scaled (Cohere, Granite) logits a function around it."""
-    config, backbone, layer = model.config.get_text_config(), model.base_model, model.get_output_embeddings()
+    """(backbone, head) of a causal LM: head(backbone(ids).last_hidden_state) is model(ids).logits.
+
+    head is the output layer itself, or for soft-capped (Gemma-2) and scaled (Cohere, Granite) logits a function around
+    it. It is tried out here on 8 random ids. ValueError where the logits are neither.
+    """
+    config, layer = model.config.get_text_config(), model.get_output_embeddings()
     cap = getattr(config, "final_logit_softcapping", None)
     scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
-    head = layer if scale == 1 and not cap else lambda h: (
-        cap * torch.tanh(layer(h) * scale / cap) if cap else layer(h) * scale)
+
+    def bent(hidden):
+        logits = layer(hidden) * scale
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    backbone, head = model.base_model, bent if cap or scale != 1 else layer
     ids = torch.randint(config.vocab_size, (1, 8), generator=torch.Generator().manual_seed(0)).to(model.device)
     with torch.no_grad():
-        want, ours = model(input_ids=ids).logits.float(), head(backbone(input_ids=ids).last_hidden_state).float()
-    if want.shape != ours.shape or (want - ours).abs().max() > 8 * torch.finfo(model.dtype).eps * want.abs().max():
+        want = model(input_ids=ids).logits.float()
+        ours = head(backbone(input_ids=ids).last_hidden_state).float()
+    close = 8 * torch.finfo(model.dtype).eps * want.abs().max()
+    if want.shape != ours.shape or (want - ours).abs().max() > close:
         raise ValueError(f"{type(model).__name__}: its logits are not its output layer's, nor those soft-capped or scaled")
     return backbone, head
 
-def hidden_states(backbone, prompts, tokens, pad_id, share=True):
+def join(prompts, tokens, mask, pad_id=0):
+    """B prompts (lists of ids) and their replies [B, N] side by side -> ids, attention, positions, each [B, L+N] long.
+
+    Prompts are padded on the left and replies on the right, so replies are the last N columns, and the logits that
+    predict reply token n stand in column L-1+n.
+    """
+    ids, attention, _ = left_pad(prompts, pad_id, tokens.device)
+    attention = torch.cat([attention, mask.long()], 1)
+    return torch.cat([ids, tokens], 1), attention, (attention.cumsum(-1) - 1).clamp(min=0)
+
+def hidden_states(backbone, prompts, tokens, pad_id=0, share=True):
     """Hidden states h [B, N, d] from which the head predicts tokens[b, n], given prompts[b] + tokens[b, :n].
 
-    backbone: the transformer without its output head. prompts: B lists of ids, in any order. tokens [B, N], right-padded.
-    Only `prompts` differs between student and teacher, so no two tokens can slip out of step. share=False reads the
-    prompt once per row, without a cache: slower, equal, and what gradient checkpointing needs.
+    prompts: B lists of ids, in any order. tokens [B, N], right-padded. Only `prompts` differs between student and
+    teacher, so no two tokens can slip out of step. share=False reads the prompt once per row, without a cache: slower,
+    equal, and what gradient checkpointing needs.
     """
-    # Each distinct prompt is read once; its cache is copied to its rows, and gradients flow back through the copies. All
-    # but its last id goes into the cache; that one predicts response position 0: the N columns from it on are those wanted.
-    order, kv, cache = {}, cache_name(backbone), None
-    which = torch.tensor([order.setdefault(tuple(p), len(order)) for p in prompts], device=tokens.device)  # [B]
-    ids, attention, positions = left_pad(list(order), pad_id, tokens.device)  # [P, L]
-    if share and ids.shape[1] > 1:
+    if not share:
+        ids, attention, positions = (x[:, :-1] for x in join(prompts, tokens, torch.ones_like(tokens), pad_id))
+        out = backbone(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False)
+        return out.last_hidden_state[:, -tokens.shape[1]:]
+    # Each distinct prompt is read once; its cache is copied to its rows, and gradients flow back through the copies.
+    # All but its last id goes into the cache; that one predicts response position 0.
+    place = {}
+    which = torch.tensor([place.setdefault(tuple(p), len(place)) for p in prompts], device=tokens.device)  # [B]
+    ids, attention, positions = left_pad(list(place), pad_id, tokens.device)  # [P, L]
+    name, cache = cache_name(backbone), None
+    if ids.shape[1] > 1:
         cache = backbone(input_ids=ids[:, :-1], attention_mask=attention[:, :-1], position_ids=positions[:, :-1],
-                         use_cache=True)[kv]
-        for layer in cache.layers:  # not by [which]: on a CPU its gradient adds up in any order, and no run is like the next
-            layer.keys, layer.values = (x.index_select(0, which) for x in (layer.keys, layer.values))
-    ids, positions = ids[which], positions[which]  # [B, L]
+                         use_cache=True)[name]
+        for layer in cache.layers:  # not by [which]: on a CPU its gradient adds up in any order, no run is like the next
+            layer.keys, layer.values = layer.keys.index_select(0, which), layer.values.index_select(0, which)
     # Right padding needs no mask: attention is causal, and padded positions are thrown away by the caller.
     attention = F.pad(attention[which], (0, tokens.shape[1] - 1), value=1)  # [B, L-1+N]
-    inputs = torch.cat([ids[:, -1:], tokens[:, :-1]], 1)  # [B, N]
-    if not share:
-        return backbone(input_ids=torch.cat([ids[:, :-1], inputs], 1), attention_mask=attention,
-                        position_ids=(attention.cumsum(-1) - 1).clamp(min=0),
-                        use_cache=False).last_hidden_state[:, -tokens.shape[1]:]
-    positions = positions[:, -1:] + torch.arange(tokens.shape[1], device=tokens.device)
-    return backbone(input_ids=inputs, attention_mask=attention, position_ids=positions, use_cache=cache is not None,
-                    **{kv: cache}).last_hidden_state
+    positions = positions[which, -1:] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, N]
+    return backbone(input_ids=torch.cat([ids[which, -1:], tokens[:, :-1]], 1), attention_mask=attention,
+                    position_ids=positions, use_cache=cache is not None, **{name: cache}).last_hidden_state
 
 def token_weights(mask, total_rows, total_tokens=None):
     """What every token's residual is multiplied by, so that plain sums are the means of eqs 1 and 2.
@@ -385,6 +404,10 @@ def token_weights(mask, total_rows, total_tokens=None):
 
 # --- 5. Residuals: exact gradients in the student's logits -----------------------------------------------------------
 
+def log_softmax(logits):
+    """In float32 at least: bf16 log-probabilities are off by up to 0.1 per token."""
+    return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+
 def log_ratio(log_p, log_q):
     """log p - log q, and 0 where p = 0: a padded vocabulary holds -inf on both sides, and -inf + inf is NaN."""
     return torch.where(log_p > -math.inf, log_p - log_q, 0.0)
@@ -396,6 +419,11 @@ def kl(log_p, log_q):
 def log_mixture(log_ps, log_pt, lam):
     """log m of m = lam p_T + (1 - lam) p_S: a mixture of probabilities, never of log-probabilities."""
     return torch.logaddexp(log_pt + math.log(lam), log_ps + math.log1p(-lam))
+
+def likeliest(log_ps, log_pt, k):
+    """VLS's top-k: weights q of the student's k likeliest tokens, their log-ratio (not renormalised), their ids."""
+    top, index = log_ps.topk(min(k, log_ps.shape[-1]))
+    return top.softmax(-1), log_ratio(top, log_pt.gather(-1, index)), index
 
 def divergence(student_logits, teacher_logits, kind="jsd", lam=0.5, k=16):
     """Divergence of teacher and student per position, in nats. logits [..., V] -> [...] float32 (float64 stays).
@@ -416,8 +444,8 @@ def divergence(student_logits, teacher_logits, kind="jsd", lam=0.5, k=16):
         log_m = log_mixture(log_ps, log_pt, lam)
         return lam * kl(log_pt, log_m) + (1 - lam) * kl(log_ps, log_m)
     if kind == "rkl-topk":
-        top, index = log_ps.topk(min(k, log_ps.shape[-1]))
-        return (top.softmax(-1) * log_ratio(top, log_pt.gather(-1, index))).sum(-1)
+        q, ratio, _ = likeliest(log_ps, log_pt, k)
+        return (q * ratio).sum(-1)
     raise ValueError(f"unknown divergence {kind!r}")
 
 def distill_residual(student_logits, teacher_logits, kind="fkl", lam=0.5, tau=None, k=16):
@@ -436,8 +464,7 @@ def distill_residual(student_logits, teacher_logits, kind="fkl", lam=0.5, tau=No
         log_m = log_mixture(log_ps, log_pt, lam)
         delta = (1 - lam) * p_s * (log_ratio(log_ps, log_m) - kl(log_ps, log_m)[..., None])
     elif kind == "rkl-topk":  # the support is held fixed; only p_s reaches entries outside it
-        top, index = log_ps.topk(min(k, log_ps.shape[-1]))
-        q, ratio = top.softmax(-1), log_ratio(top, log_pt.gather(-1, index))
+        q, ratio, index = likeliest(log_ps, log_pt, k)
         delta = (-p_s).scatter_add(-1, index, q * (1 + ratio - (q * ratio).sum(-1, keepdim=True)))
     else:
         raise ValueError(f"unknown divergence {kind!r}")
@@ -451,23 +478,132 @@ def reward_residual(student_logits, tokens, advantages):
     student_logits [B, N, V], tokens [B, N], advantages [B] (one per response) or [B, N] (one per token) -> [B, N, V].
     """
     # Axes are added on the right by hand: with B == N, plain broadcasting would weigh columns instead of rows.
-    a = advantages.reshape(advantages.shape + (1,) * (student_logits.dim() - advantages.dim()))
+    advantage = advantages.reshape(advantages.shape + (1,) * (student_logits.dim() - advantages.dim()))
     p_s, y = log_softmax(student_logits).exp(), tokens[..., None]
-    return a * p_s.scatter_add(-1, y, torch.full_like(y, -1, dtype=p_s.dtype))  # no one-hot: it would be a third [.., V]
-
-def log_softmax(logits):
-    """In float32 at least: bf16 log-probabilities are off by up to 0.1 per token."""
-    return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
-
-# --- 6. The M3 family: gates on normalised residuals; and from seeds to gradients ------------------------------------
+    # no one-hot e_y: it would be a third [B, N, V]
+    return advantage * p_s.scatter_add(-1, y, torch.full_like(y, -1, dtype=p_s.dtype))
 
 def normalize(residual, eps):
     """delta / (||delta|| + eps) over the vocabulary [eq 10]. [..., V] -> [..., V], norms in [0, 1); 0 stays 0.
 
     eps is a real hyper-parameter, in units of a residual's norm (fkl's: 0 .. sqrt 2, the reward's: times |A|): far below
-    it residuals stay small, far above it they become unit vectors. 1e-8 lifts a token with ||delta|| = 1e-4 to the force of one with 1.
+    it residuals stay small, far above it they become unit vectors. 1e-8 lifts a token with ||delta|| = 1e-4 to the
+    force of one with 1.
     """
     return residual / (residual.norm(dim=-1, keepdim=True) + eps)
+
+def isotropic_kernel(delta_D, delta_R):
+    """K_DR(n) and cos phi_n for J^T J ~ 1 [M3 App. I, AA]: the output head's own part up to ||h_n||^2 > 0.
+
+    delta_D, delta_R [..., V] -> [...], [...]. No model is asked. Good for the sign, not for the size; 0 where a residual is.
+    """
+    K = (delta_D * delta_R).sum(-1)
+    return K, K / (delta_D.norm(dim=-1) * delta_R.norm(dim=-1)).clamp(min=1e-12)
+
+# --- 6. Methods: one function each, (signals, settings) -> (seed [T, V], alpha [T] or a number) ------------------------
+
+class Settings(NamedTuple):
+    """What a method may be told, by the papers' letters. train.py has a flag for each."""
+    alpha: float = 0.5  # Hybrid: weight of distillation, in [0, 1]
+    alpha_max: float = 0.15  # M3: the teacher's largest share of a token, in [0, 1]
+    beta: float = 1.0  # M3-Soft: sharpness of the gate [eq 14]
+    eps: float = 0.1  # see normalize
+    eta_in: float = 0.1  # M3-EG: length of the inner step [eq 15], not a multiple of the learning rate
+    eg_gate: str = "select"  # M3-EG keeps the boundary gate [App. E.1]; or "soft"
+    zero_advantage: str = "teacher"  # tokens of all-equal groups have K = 0: the teacher may speak; or "skip"
+    divergence: str = "jsd"  # of eq 1; M3's own residual is always fkl's [eq 9]
+    lam: float = 0.5  # of the jsd
+    tau: float | None = None  # clip of a token's divergence in nats [eq 1]
+    distill_scale: float = 1.0  # factor on the teacher's loss and residuals: the lever on kappa
+    temperature: float = 1.0  # of sampling and of scoring alike
+    step: int = 1  # RLSD fades with it
+    generator: torch.Generator | None = None  # m3-random draws from it
+
+DEFAULTS = Settings()
+
+class Signals:
+    """What is known of T response tokens. Everything is computed when first asked for: GRPO never asks the teacher."""
+
+    def __init__(self, micro, chunk, settings):
+        self.micro, self.chunk, self.settings = micro, chunk, settings
+        self.tokens, self.row = micro.tokens[chunk], micro.row[chunk]  # y; the token's row in the batch
+        self.advantages, self.weights = micro.advantages[chunk], micro.weights[chunk]  # A; 1/N of eqs 1 and 2
+        self.taught = micro.taught[chunk]  # False: the teacher has nothing to say on this row
+        self.logits = tempered(micro.student[1](micro.leaf[chunk]), settings)  # [T, V], with a graph
+        self.z_S = self.logits.detach()
+
+    @functools.cached_property
+    def z_T(self):
+        with torch.no_grad():
+            return tempered(self.micro.teacher[1](self.micro.teacher_hidden[self.chunk]), self.settings)
+
+    @functools.cached_property
+    def delta_R(self):  # eq 5
+        return reward_residual(self.z_S, self.tokens, self.advantages)
+
+    @functools.cached_property
+    def divergence(self):  # [T], eq 1 before its clip
+        raw = divergence(self.z_S, self.z_T, self.settings.divergence, self.settings.lam)
+        return raw * self.settings.distill_scale * self.taught
+
+    @functools.cached_property
+    def clipped(self):  # [T] bool
+        return self.divergence >= (self.settings.tau or math.inf) * self.settings.distill_scale
+
+    @functools.cached_property
+    def delta_D(self):  # eq 9: p_S - p_T, and 0 where clipped
+        return self._teacher_residual("fkl")
+
+    @functools.cached_property
+    def loss_gradient(self):  # of eq 1 itself, with its own divergence
+        return self._teacher_residual(self.settings.divergence)
+
+    def _teacher_residual(self, kind):
+        scale = self.settings.distill_scale * (~self.clipped & self.taught)[:, None]
+        return scale * distill_residual(self.z_S, self.z_T, kind, self.settings.lam)
+
+    @functools.cached_property
+    def conflict(self):  # K_DR(n) and cos phi_n [T]; a kernel of ntk.py runs on the whole micro-batch, once
+        if self.micro.kdr is None:
+            return isotropic_kernel(self.delta_D, self.delta_R)
+        return [x[self.chunk] for x in self.micro.conflict]
+
+    def columns(self, alpha, look):
+        """What a log needs of these tokens, name -> [T]; of teacher and conflict what was computed anyway. look: K_DR, too."""
+        log_ps = log_softmax(self.z_S)
+        seen = dict(row=self.row, weight=self.weights, advantage=self.advantages, norm_R=self.delta_R.norm(dim=-1),
+                    logp=log_ps.gather(-1, self.tokens[:, None])[:, 0], alpha=torch.zeros_like(self.weights) + alpha,
+                    entropy=torch.special.entr(log_ps.exp()).sum(-1))
+        if look or "conflict" in vars(self):
+            seen["K"], seen["cos"] = self.conflict
+        if "z_T" in vars(self):
+            seen |= dict(divergence=self.divergence, clipped=self.clipped)
+        return seen
+
+def tempered(logits, settings):
+    return logits.float() / settings.temperature if settings.temperature != 1 else logits.float()
+
+def grpo(s, f):
+    """the reward alone [M3 eq 2]"""
+    return s.delta_R, 0.0
+
+def opd(s, f):
+    """distillation alone [M3 eq 1]"""
+    return s.loss_gradient, 1.0
+
+def hybrid(s, f):
+    """(1 - alpha) reward + alpha distillation"""
+    return (1 - f.alpha) * s.delta_R + f.alpha * s.loss_gradient, f.alpha
+
+def rlsd(s, f):
+    """the teacher scales the reward's push, by at most 10 %, fading out over 60 steps"""
+    lam = 0.5 * max(0.0, 1 - (f.step - 1) / 60)
+    logp_T, logp_S = (log_softmax(z).gather(-1, s.tokens[:, None])[:, 0] for z in (s.z_T, s.z_S))
+    return reward_residual(s.z_S, s.tokens, rlsd_advantages(s.advantages, logp_T, logp_S, lam)), 0.0
+
+def sdpo(s, f):
+    """no reward loss: the teacher reads a successful other response of the group"""
+    return sdpo_residual(s.z_S, s.z_T) * s.taught[:, None], 1.0
 
 def gate_select(K, alpha_max):
     """M3-Select [eq 12]: the teacher speaks where K_DR(n) >= 0, and is silent on conflict. K [...] -> [...].
@@ -477,7 +613,7 @@ def gate_select(K, alpha_max):
     return alpha_max * (K >= 0).float()
 
 def gate_soft(cos, alpha_max, beta):
-    """M3-Soft [eq 14]: alpha_max sigmoid(beta cos phi_n). beta = 0: alpha_max/2; beta -> inf: Select, except at cos = 0."""
+    """M3-Soft [eq 14]: alpha_max sigmoid(beta cos phi_n). beta 0: alpha_max/2; beta -> inf: Select, except at cos = 0."""
     return alpha_max * torch.sigmoid(beta * cos)
 
 def m3_seed(delta_D, delta_R, alpha, eps):
@@ -487,51 +623,110 @@ def m3_seed(delta_D, delta_R, alpha, eps):
     """
     return alpha[..., None] * normalize(delta_D, eps) + (1 - alpha[..., None]) * normalize(delta_R, eps)
 
-def accumulate(into, outputs, inputs, seed):
-    """Add the vector-Jacobian product seed . d outputs / d inputs to the tensors `into`, one per input. outputs and seed: any
-    equal shape. The graph is kept, so that several seeds can share one forward pass."""
-    grads = torch.autograd.grad(outputs, inputs, seed, retain_graph=True, allow_unused=True)
-    for total, grad in zip(into, grads):
-        if grad is not None:
-            total += grad
+def heard(s, f, alpha):
+    """alpha, or 0 on tokens without a reward signal where Settings.zero_advantage says "skip"."""
+    return alpha * (s.advantages != 0) if f.zero_advantage == "skip" else alpha
 
-# --- 7. Baselines: other ways to combine the same two gradients, or the same two signals -----------------------------
+def m3_norm(s, f):
+    """normalised residuals without a gate: the reference of the M3 family"""
+    alpha = heard(s, f, torch.full_like(s.weights, f.alpha_max))
+    return m3_seed(s.delta_D, s.delta_R, alpha, f.eps), alpha
 
-def gradnorm_weights(norm_R, norm_D):
-    """(w_R, w_D) = (1, kappa) / (1 + kappa): GradNorm's fixed point at equal target rates, both norms equal [Prop. 5].
+def m3_select(s, f):
+    """the teacher speaks only where it does not fight the reward [M3 eq 12]"""
+    K, _ = s.conflict
+    alpha = heard(s, f, gate_select(K, f.alpha_max))
+    return m3_seed(s.delta_D, s.delta_R, alpha, f.eps), alpha
 
-    Written with the norms, so nothing divides by 0. No reward gradient: (1, 0), its partner is to shrink too; none: (1/2, 1/2).
-    """
+def m3_soft(s, f):
+    """the teacher's share falls smoothly with the conflict [M3 eq 14]"""
+    _, cos = s.conflict
+    alpha = heard(s, f, gate_soft(cos, f.alpha_max, f.beta))
+    return m3_seed(s.delta_D, s.delta_R, alpha, f.eps), alpha
+
+def m3_random(s, f):
+    """control: closes as many tokens as m3-select, drawn at random among those with a reward signal"""
+    K = s.conflict[0].clone()
+    live = (K != 0).nonzero()[:, 0]
+    K[live] = K[live[torch.randperm(len(live), generator=f.generator).to(live.device)]]
+    alpha = heard(s, f, gate_select(K, f.alpha_max))
+    return m3_seed(s.delta_D, s.delta_R, alpha, f.eps), alpha
+
+def m3_eg(s, f):
+    """the reward's gradient where the gated teacher would lead [M3 eq 15]"""
+    K, cos = s.conflict
+    alpha = gate_select(K, f.alpha_max) if f.eg_gate == "select" else gate_soft(cos, f.alpha_max, f.beta)
+    alpha = heard(s, f, alpha)
+    return alpha[:, None] * normalize(s.delta_D, f.eps), alpha  # m_D; m3_step does the rest
+
+# Three methods mix whole gradients instead: two backward passes, then (norm_R, norm_D, phi) -> weights (w_R, w_D).
+
+def gradnorm(norm_R, norm_D, phi):
+    """both gradients at the same length: (1, kappa) / (1 + kappa) of distillation and reward [M3 Prop. 5]"""
+    # Written with the norms, so nothing divides by 0. No reward gradient: (1, 0), its partner shrinks too; none: 1/2 each.
     total = norm_R + norm_D
     return (norm_D / total, norm_R / total) if total > 0 else (0.5, 0.5)
 
-def pcgrad_weights(norm_R, norm_D, phi):
-    """(w_R, w_D) of PCGrad's sum: under conflict each gradient loses its component along the ORIGINAL other one.
+def pcgrad(norm_R, norm_D, phi):
+    """under conflict each gradient loses its part along the other [M3 Prop. 19]"""
+    # g_R - (g_R.g_D / ||g_D||^2) g_D + g_D - (g_R.g_D / ||g_R||^2) g_R is still a combination of the two, so nothing
+    # is projected: each part shrinks by sqrt(1 - Phi^2), their ratio stays.
+    return (1.0, 1.0) if phi >= 0 else (1 - phi * norm_D / norm_R, 1 - phi * norm_R / norm_D)
 
-    g_R - (g_R.g_D / ||g_D||^2) g_D + g_D - (g_R.g_D / ||g_R||^2) g_R: still a combination of the two, so no projection
-    is carried out. Each part shrinks by sqrt(1 - Phi^2), their ratio stays [Prop. 19]. phi >= 0: the plain sum.
-    """
-    if phi >= 0:
-        return 1.0, 1.0
-    return 1 - phi * norm_D / norm_R, 1 - phi * norm_R / norm_D
+def minnorm(norm_R, norm_D, phi):
+    """the shortest combination alpha g_D + (1 - alpha) g_R, alpha in [0, 1] [M3 eq 111]"""
+    apart = norm_R ** 2 + norm_D ** 2 - 2 * phi * norm_R * norm_D  # ||g_D - g_R||^2
+    alpha = max(0.0, min(1.0, (norm_R ** 2 - phi * norm_R * norm_D) / apart)) if apart > 0 else 0.5
+    return 1 - alpha, alpha
+
+def resynchronise(teacher_params, params, step):  # RLSD: the teacher is the student of the last multiple of 20 steps
+    if step % 20 == 0:
+        torch._foreach_copy_(teacher_params, params)
+
+def moving_average(teacher_params, params, step):  # SDPO: the teacher is an EMA of the student
+    torch._foreach_lerp_(teacher_params, params, 0.05)
+
+class Method(NamedTuple):
+    """How one method of METHODS turns signals into an update."""
+    seed: Callable | None = None  # (signals, settings) -> (seed, alpha): one backward pass; or
+    mix: Callable | None = None  # (norm_R, norm_D, phi) -> (w_R, w_D): two, of reward and distillation
+    scaled: bool = False  # times s_bar [eq 11]
+    peek: bool = False  # M3-EG: the seed's gradient is the step to look ahead by
+    move_teacher: Callable | None = None  # (teacher's parameters, student's, step), after each step
+
+# The one place where a method is registered.
+METHODS = {
+    "grpo": Method(grpo),
+    "opd": Method(opd),
+    "hybrid": Method(hybrid),
+    "gradnorm": Method(mix=gradnorm),
+    "pcgrad": Method(mix=pcgrad),
+    "minnorm": Method(mix=minnorm),
+    "rlsd": Method(rlsd, move_teacher=resynchronise),
+    "sdpo": Method(sdpo, move_teacher=moving_average),
+    "m3-norm": Method(m3_norm, scaled=True),
+    "m3-select": Method(m3_select, scaled=True),
+    "m3-soft": Method(m3_soft, scaled=True),
+    "m3-random": Method(m3_random, scaled=True),
+    "m3-eg": Method(m3_eg, peek=True),
+}
 
 def rlsd_advantages(advantages, logp_T, logp_S, lam, clip=0.2):
     """RLSD: A_n = A [(1 - lam) + lam clip(w, 1 - clip, 1 + clip)], w = (p_T(y)/p_S(y))^sign(A). All [T] -> [T].
 
     The teacher scales the size of the reward's push, by at most lam*clip, and never touches its sign.
     """
-    w = (advantages.sign() * (logp_T - logp_S)).exp()
-    return advantages * ((1 - lam) + lam * w.clamp(1 - clip, 1 + clip))
-
-def rlsd_residual(student_logits, teacher_logits, tokens, advantages, lam):
-    """The reward residual of these advantages. logits [T, V], tokens and advantages [T] -> [T, V]."""
-    at = lambda logits: log_softmax(logits).gather(-1, tokens[..., None])[..., 0]
-    return reward_residual(student_logits, tokens, rlsd_advantages(advantages, at(teacher_logits), at(student_logits), lam))
+    ratio = (advantages.sign() * (logp_T - logp_S)).exp()
+    return advantages * ((1 - lam) + lam * ratio.clamp(1 - clip, 1 + clip))
 
 def sdpo_siblings(rewards, group_size):
-    """SDPO: for each row the first OTHER row of its group with reward 1, or -1. rewards [B] -> list of B ints."""
-    group = lambda i: range(i - i % group_size, i - i % group_size + group_size)
-    return [next((j for j in group(i) if j != i and rewards[j] > 0), -1) for i in range(len(rewards))]
+    """SDPO: for each row the first OTHER row of its group with reward 1, or None. rewards [B] -> list of B."""
+    siblings = []
+    for row in range(len(rewards)):
+        first = row - row % group_size
+        right = [other for other in range(first, first + group_size) if other != row and rewards[other] > 0]
+        siblings.append(right[0] if right else None)
+    return siblings
 
 def sdpo_residual(student_logits, teacher_logits, k=100):
     """SDPO: gradient of the JSD (lam = 1/2) over the student's k likeliest tokens and one bucket for all others.
@@ -550,6 +745,185 @@ def sdpo_residual(student_logits, teacher_logits, k=100):
     tail_share = log_ps.exp().masked_fill(inside, 0.0)
     tail_share = tail_share / tail_share.sum(-1, keepdim=True).clamp(min=1e-30)
     return (tail_share * delta[..., -1:]).scatter_add(-1, top, delta[..., :-1])
+
+# --- 7. The step: from a batch to the gradient that the optimizer is given -------------------------------------------
+
+class Batch(NamedTuple):
+    """What was sampled and paid."""
+    prompts: list  # B lists of ids: what the student read
+    hints: list  # B lists of ids: what the teacher reads instead; None where it has nothing to say
+    tokens: torch.Tensor  # [B, N] long, right-padded
+    mask: torch.Tensor  # [B, N] bool
+    advantages: torch.Tensor  # [B], see group_advantages
+    weights: torch.Tensor  # [B, N], see token_weights
+
+class MicroBatch:
+    """Some rows of a batch on their way through student and teacher; their T real tokens laid out flat."""
+
+    def __init__(self, student, teacher, batch, rows, settings, kdr, chunk, checkpointing):
+        length = int(batch.mask[rows].sum(1).max())
+        self.student, self.teacher, self.settings, self.kdr, self.chunk = student, teacher, settings, kdr, chunk
+        self.real, self.replies = batch.mask[rows, :length], batch.tokens[rows, :length]  # [b, n]
+        self.prompts = [batch.prompts[b] for b in rows.tolist()]
+        # A teacher with nothing to say reads what the student reads: its residuals are thrown away.
+        self.hints = [batch.hints[b] or batch.prompts[b] for b in rows.tolist()]
+        taught = torch.tensor([batch.hints[b] is not None for b in rows.tolist()], device=rows.device)
+
+        def flat(per_row):
+            return per_row[:, None].expand_as(self.real)[self.real]
+
+        self.row, self.taught, self.advantages = flat(rows), flat(taught), flat(batch.advantages[rows])  # [T]
+        self.weights, self.tokens = batch.weights[rows, :length][self.real], self.replies[self.real]  # [T]
+        student[0].train(checkpointing)  # transformers checkpoints in training mode only; dropout is off all the same
+        self.hidden = hidden_states(student[0], self.prompts, self.replies, share=not checkpointing)[self.real]  # [T, d]
+        student[0].eval()
+        # Cut here: the seeds of all chunks add up in this leaf's gradients and then enter `hidden` at once.
+        self.leaf = self.hidden.detach().requires_grad_()
+        self.only = Signals(self, slice(None), settings) if len(self.tokens) <= chunk else None
+
+    @functools.cached_property
+    def teacher_hidden(self):  # [T, d]: the same tokens; only what stands before them differs
+        with torch.inference_mode(), lora_off(self.teacher[0]):
+            return hidden_states(self.teacher[0], self.hints, self.replies)[self.real]
+
+    @functools.cached_property
+    def conflict(self):  # K_DR(n), cos phi_n of all T tokens: [T], [T]
+        ids, attention, _ = join(self.prompts, self.replies, self.real)
+        return self.kdr(ids, attention, self.real, ((s.delta_D, s.delta_R) for s in self.signals()))
+
+    def signals(self):
+        """Signals of one chunk of tokens after the other. Of several, none is kept: logits fill the memory."""
+        if self.only is not None:
+            yield self.only
+            return
+        for start in range(0, len(self.tokens), self.chunk):
+            yield Signals(self, slice(start, start + self.chunk), self.settings)
+
+def micro_batches(mask, size):
+    """Rows in parts of `size`, of like length; the longest first, so that memory runs out at once or never. 0: all."""
+    if size == 0:
+        return [torch.arange(len(mask), device=mask.device)]
+    return mask.sum(1).argsort(descending=True, stable=True).split(size)
+
+def accumulate(into, outputs, inputs, seed):
+    """Add the vector-Jacobian product seed . d outputs / d inputs to the tensors `into`, one per input. outputs, seed: of
+    one shape. The graph is kept, so that several seeds can share one forward pass."""
+    grads = torch.autograd.grad(outputs, inputs, seed, retain_graph=True, allow_unused=True)
+    for total, grad in zip(into, grads):
+        if grad is not None:
+            total += grad
+
+def backward(student, teacher, batch, seeds_of, params, settings=DEFAULTS, kdr=None, micro_batch=0, chunk=4096,
+             checkpointing=False):
+    """Gradients of a batch under any seeds, through shared prompts, micro-batches and chunks of tokens.
+
+    student, teacher: (backbone, head), see split_head. seeds_of(signals) -> {name: seed [T, V]}; each is multiplied by
+    the tokens' weights. kdr(ids, attention, mask, residuals) -> K, cos: a kernel of ntk.py; None is isotropic_kernel.
+    micro_batch: rows per pass, 0 is all. chunk: tokens whose logits exist at one time. Neither changes the result.
+    Returns {name: [float32 tensor per parameter]}. Only d numbers a token, not V, live through the backward pass.
+    """
+    gradients = collections.defaultdict(lambda: [torch.zeros_like(p, dtype=torch.float32) for p in params])
+    for rows in micro_batches(batch.mask, micro_batch):
+        micro = MicroBatch(student, teacher, batch, rows, settings, kdr, chunk, checkpointing)
+        leaf_grads = collections.defaultdict(functools.partial(torch.zeros_like, micro.leaf))
+        for signals in micro.signals():
+            for name, seed in seeds_of(signals).items():
+                seed = seed * signals.weights[:, None]
+                accumulate([leaf_grads[name], *gradients[name]], signals.logits, [micro.leaf, *params], seed)
+        for name, grad in leaf_grads.items():
+            accumulate(gradients[name], micro.hidden, params, grad)
+    return dict(gradients)
+
+def geometry(g_R, g_D):
+    """dict(norm_R, norm_D, kappa = ||g_R|| / ||g_D|| [eq 8], phi = cos(g_R, g_D)) of two lists of gradients (or None).
+
+    kappa and phi are None where there is no reward gradient; kappa is inf and phi 0 where only g_D is 0. <g_R, g_D> N^2
+    is the sum over all pairs of positions [eq 7]; sum_n K_DR(n) is its diagonal part [eq 72].
+    """
+    pairs = list(zip(g_R, g_D, strict=True))
+    return ratios(sum(dot(r, d) for r, d in pairs), sum(dot(d, d) for _, d in pairs), sum(dot(r, r) for r, _ in pairs))
+
+def dot(a, b):
+    return 0.0 if a is None or b is None else float(a.flatten().float() @ b.flatten().float())
+
+def ratios(DR, DD, RR):
+    """geometry of <g_D, g_R>, ||g_D||^2, ||g_R||^2."""
+    norm_R, norm_D = RR ** 0.5, DD ** 0.5
+    if norm_R == 0:
+        return dict(norm_R=norm_R, norm_D=norm_D, kappa=None, phi=None)
+    kappa = norm_R / norm_D if norm_D else math.inf
+    phi = max(-1.0, min(1.0, DR / norm_R / norm_D)) if norm_D else 0.0
+    return dict(norm_R=norm_R, norm_D=norm_D, kappa=kappa, phi=phi)
+
+def update_scale(norms, advantages, s_bar, add_up):
+    """s_bar: EMA (0.9) of the mean ||delta_R|| over tokens with A != 0; norms and advantages [T]."""
+    live = advantages != 0
+    total = torch.stack([norms[live].sum(), live.sum().to(norms.dtype)])
+    add_up([total])
+    if total[1] == 0 or not total.isfinite().all():
+        return s_bar
+    now = (total[0] / total[1]).item()
+    return now if s_bar is None else 0.9 * s_bar + 0.1 * now
+
+def extragradient(params, m_D, eta_in, gradient_at):
+    """M3-EG: gradient_at() at theta~ = theta - eta_in m_D [eq 15]; params come back bit for bit, nothing is
+    differentiated through the inner step."""
+    home = [p.detach().clone() for p in params]
+    with torch.no_grad():
+        torch._foreach_sub_(params, [eta_in * g for g in m_D])
+    try:
+        return gradient_at()
+    finally:
+        with torch.no_grad():
+            torch._foreach_copy_(params, home)
+
+class Step(NamedTuple):
+    """What m3_step returns."""
+    update: list  # the gradient that the optimizer descends: float32, one tensor per parameter
+    seen: dict  # what a log needs of every token: name -> [T], see Signals.columns
+    geometry: dict | None  # norm_R, norm_D, kappa, phi where they were asked for
+    s_bar: float | None  # for the next step
+
+def m3_step(student, teacher, batch, method, params, settings=DEFAULTS, s_bar=None, kdr=None, statistics=False,
+            look=False, add_up=lambda tensors: None, **memory):
+    """One step of any method of METHODS: signals, conflicts, seeds, gradients, and how they are combined [eq 11].
+
+    s_bar: of the step before. statistics: kappa and Phi for a log, two more backward passes. look: K_DR for a log, also
+    where no gate asks. add_up(tensors): replaces each by its sum over processes. kdr and memory: see backward.
+    KeyError for an unknown method.
+    """
+    chosen, seen = METHODS[method], collections.defaultdict(list)
+
+    def seeds_of(signals):
+        seeds, alpha = {}, 0.0
+        if chosen.seed:
+            seeds["update"], alpha = chosen.seed(signals, settings)
+        if chosen.mix or statistics:
+            seeds |= {"R": signals.delta_R, "D": signals.loss_gradient}
+        for name, column in signals.columns(alpha, look).items():
+            seen[name].append(column)
+        return seeds
+
+    def gradients_of(seeds_of):
+        gradients = backward(student, teacher, batch, seeds_of, params, settings, kdr, **memory)
+        for tensors in gradients.values():
+            add_up(tensors)
+        return gradients
+
+    gradients = gradients_of(seeds_of)
+    seen = {name: torch.cat(columns) for name, columns in seen.items()}
+    if chosen.peek:
+        m_D, reward = gradients["update"], lambda signals: {"update": normalize(signals.delta_R, settings.eps)}
+        gradients["update"] = extragradient(params, m_D, settings.eta_in, lambda: gradients_of(reward)["update"])
+    shape = geometry(gradients["R"], gradients["D"]) if "R" in gradients else None
+    if chosen.mix:
+        w_R, w_D = chosen.mix(shape["norm_R"], shape["norm_D"], shape["phi"] or 0.0)
+        gradients["update"] = [w_R * g_R + w_D * g_D for g_R, g_D in zip(gradients["R"], gradients["D"])]
+        seen["alpha"].fill_(w_D / (w_R + w_D))
+    if chosen.scaled:
+        s_bar = update_scale(seen["norm_R"], seen["advantage"], s_bar, add_up)
+        torch._foreach_mul_(gradients["update"], s_bar or 1.0)
+    return Step(gradients["update"], seen, shape, s_bar)
 
 # --- 8. LoRA: few trainable weights, and a frozen teacher for free ---------------------------------------------------
 

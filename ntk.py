@@ -21,6 +21,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
+
+import m3
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # ----------------------------------------------------------------------------------------------- K_DR(n), four ways
@@ -118,7 +120,7 @@ def _evaluation(model):
         stack.callback(lambda: [setattr(m, "training", True) for m in training])
         yield model.eval()
 
-def kdr_flat(model, input_ids, attention_mask, real, residuals, chunk, kernel, generator=None):
+def kdr_flat(model, input_ids, attention_mask, real, residuals, kernel, chunk, generator=None):
     """kdr() for a training loop: K and cos of the T tokens of real [B,N] alone, laid out flat -> [T], [T].
     residuals: (delta_D, delta_R) [chunk,V] by consecutive chunks of these T tokens. Of each, `local` keeps only [chunk,d]
     (head_terms), and it runs only the rows with a reward signal; the others put them together to [B,N,V]."""
@@ -261,7 +263,7 @@ def _cut_attention(backbone, calls):
 
 # ----------------------------------------------------------------------------------------------- batch statistics
 def gradient_geometry(model, logits, seed_D, seed_R):
-    """geometry() of g_D = J seed_D and g_R = J seed_R; logits, seeds [B,N,V]; graph and `.grad` stay as they are.
+    """m3.geometry() of g_D = J seed_D and g_R = J seed_R; logits, seeds [B,N,V]; graph and `.grad` stay as they are.
     Time: 2 backward passes. Memory: ONE copy of the trainable parameters (g_R); g_D is used up parameter by parameter
     as it arrives. Not for wrappers with gradient hooks of their own (DDP, FSDP)."""
     params, products = [p for p in model.parameters() if p.requires_grad], [(0.0, 0.0, 0.0)]
@@ -273,25 +275,7 @@ def gradient_geometry(model, logits, seed_D, seed_R):
         for p in params:
             stack.enter_context(p.register_hook(lambda g, p=p: use_up(g, p)))
         torch.autograd.grad(logits, params, seed_D, retain_graph=True, allow_unused=True)
-    return _ratios(*map(sum, zip(*products)))
-
-def geometry(g_R, g_D):
-    """Floats dict(norm_R, norm_D, kappa = ||g_R||/||g_D|| [M3 eq 8], phi = cos) of two lists of gradients (or None).
-    g_R = 0: kappa 0, also if both are; only g_D = 0: kappa inf; either 0: phi 0. <g_R,g_D> N^2 = sum over all pairs of
-    positions [M3 eq 7]; sum_n K_DR(n) is its diagonal part [M3 eq 72]."""
-    pairs = list(zip(g_D, g_R, strict=True))
-    return _ratios(*(sum(_dot(*x) for x in y) for y in (pairs, zip(g_D, g_D), zip(g_R, g_R))))
-
-def _ratios(DR, DD, RR):
-    norm_R, norm_D = RR ** 0.5, DD ** 0.5
-    kappa = norm_R / norm_D if norm_D else float("inf") if norm_R else 0.0
-    phi = max(-1.0, min(1.0, DR / norm_R / norm_D)) if norm_R and norm_D else 0.0
-    return dict(norm_R=norm_R, norm_D=norm_D, kappa=kappa, phi=phi)
-
-def min_norm_alpha(norm_R, norm_D, phi):
-    """The alpha in [0, 1] with the shortest alpha g_D + (1-alpha) g_R [M3 eq 111]; 1/2 where all are equally long."""
-    apart = norm_R ** 2 + norm_D ** 2 - 2 * phi * norm_R * norm_D                                      # ||g_D - g_R||^2
-    return max(0.0, min(1.0, (norm_R ** 2 - phi * norm_R * norm_D) / apart)) if apart > 0 else 0.5
+    return m3.ratios(*map(sum, zip(*products)))
 
 def distillation_hurt(phi, kappa, alpha):
     """True if a small naive Hybrid step raises L_D: phi < -alpha/((1-alpha) kappa) [M3 3.4], without division."""
@@ -334,6 +318,34 @@ def occupancy(g0, g1, h0, h1):
     g0, g1, h0, h1 = map(_flat, (g0, g1, h0, h1))
     g2, X = _dot(g0, g1), (_dot(h0, g1) + _dot(h1, g0)) / 2
     return dict(g2=g2, X=X, alpha=X / g2 if g2 else float("nan"))
+
+def occupancy_step(student, teacher, batch, params, settings, group_size, add_up, **memory):
+    """occupancy() of one batch, keys occupancy_*; the folds are the even and the odd responses of every group. add_up
+    sums tensors over processes. Cost: 4 backward and 2 forward passes. memory: see m3.backward."""
+    fold = torch.arange(len(batch.tokens), device=batch.tokens.device) % group_size % 2  # [B]
+    whole_over_fold = group_size / (group_size - group_size // 2), group_size / (group_size // 2)
+    largest = (settings.tau or math.inf) * settings.distill_scale
+    loss = batch.weights.new_zeros(len(fold))  # L of each response
+
+    def by_fold(residual, row):
+        return [residual * (whole_over_fold[k] * (fold[row] == k))[:, None] for k in (0, 1)]
+
+    def seeds_g(signals):
+        loss.index_add_(0, signals.row, signals.weights * signals.divergence.clamp(max=largest))
+        return dict(zip(("g0", "g1"), by_fold(signals.loss_gradient, signals.row)))
+
+    def seeds_h(signals):
+        return dict(zip(("h0", "h1"), by_fold(signals.delta_R, signals.row)))
+
+    gradients = m3.backward(student, teacher, batch, seeds_g, params, settings, **memory)
+    L = loss.view(-1, group_size)  # [P, G]
+    baseline = torch.stack([L[:, 1::2].mean(1), L[:, ::2].mean(1)], 1)[:, fold[:group_size]]  # the OTHER fold's mean
+    # What moving the visited prefixes does to the loss: (L - baseline) grad log pi, a reward loss with A = baseline - L.
+    moved = batch._replace(advantages=(baseline - L).flatten(), weights=batch.mask.float())
+    gradients |= m3.backward(student, teacher, moved, seeds_h, params, settings, **memory)
+    for tensors in gradients.values():
+        add_up(tensors)
+    return {f"occupancy_{k}": v for k, v in occupancy(*(gradients[k] for k in ("g0", "g1", "h0", "h1"))).items()}
 
 def linear_cka(X, Y):
     """||Y^T X||_F^2 / (||X^T X||_F ||Y^T Y||_F) of X [n,d], Y [n,e], centred over the n prompts, in float64; in [0, 1].
@@ -393,7 +405,7 @@ def main(argv=None):
     """Measure one batch of rollouts at token, response and batch level; all weights count, of a run with adapters too. The
     flags of train.py that choose model, teacher, data, rollouts, seed, threads, device and --out work here as well."""
     import argparse, pathlib, time
-    import m3, train
+    import train
     parser = argparse.ArgumentParser("ntk.py", allow_abbrev=False, description=main.__doc__)
     parser.add_argument("--checkpoint", default="", help="a run's: the student; --model is where it started, and teaches")
     parser.add_argument("--rows-exact", default=16, type=int, help="responses for the kernels, in whole groups [16]")
@@ -473,14 +485,14 @@ def main(argv=None):
         pulls = [signals([p], *(x[j:j + 1] for x in (tokens, mask, A)))[2:] for j in range(i * G, i * G + G)]
         folding.append([gradient_folding(x) for x in zip(*pulls)])                              # of g_R, of g_D
         for right, pull in zip(rewards[i * G:], pulls if i in mixed else ()):
-            phis[f"on-policy, {'correct' if right else 'wrong'}"].append(geometry(*pull)["phi"])
+            phis[f"on-policy, {'correct' if right else 'wrong'}"].append(m3.geometry(*pull)["phi"])
         gold = ids.new_tensor([tokenizer.encode(m3.reference_text(p, "solution"), add_special_tokens=False) + [min(eos_ids)]])
-        phis["gold prefix, A = 1"].append(geometry(*signals([p], gold, gold >= 0, A[:1] * 0 + 1)[2:])["phi"])
+        phis["gold prefix, A = 1"].append(m3.geometry(*signals([p], gold, gold >= 0, A[:1] * 0 + 1)[2:])["phi"])
     table("3. Response level: cos(g_D, g_R) of single responses with A != 0", ["", "responses", "mean", "share < 0"],
           *([name, len(x), mean(x), mean([float(c < 0) for c in x])] for name, x in phis.items()))
     share = conflict_share(*kdr(student, ids, attention, F, R), mask)
-    norm_R, norm_D, kappa, phi = geometry(g_R, g_D).values()
-    print(f"\nBatch level: kappa {kappa:.4g}, Phi {phi:.3f}, min-norm alpha {min_norm_alpha(norm_R, norm_D, phi):.3f}, "
+    norm_R, norm_D, kappa, phi = m3.geometry(g_R, g_D).values()
+    print(f"\nBatch level: kappa {kappa:.4g}, Phi {phi:.3f}, min-norm alpha {m3.minnorm(norm_R, norm_D, phi)[1]:.3f}, "
           f"alpha 0.5 hurts distillation: {distillation_hurt(phi, kappa, 0.5)}\n  C_NTK over all tokens (local): "
           f"{share['conflict']:.3f}, with dead band {share['conflict_deadband']:.3f}\n  folding, mean of groups: "
           f"g_D {mean([x for _, x in folding]):.3f}, g_R {mean([folding[i][0] for i in mixed]):.3f} (where A != 0)")

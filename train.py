@@ -18,6 +18,7 @@ whose mathematics lives in m3.py and whose statistics live in ntk.py. Departures
 
 import argparse, concurrent.futures, contextlib, copy, csv, functools, hashlib, inspect, io, json, math, os, pathlib, random
 import itertools, re, shutil, signal, subprocess, sys, tempfile, time, zlib
+from typing import NamedTuple
 
 import torch, transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -29,20 +30,8 @@ import m3, ntk
 METRICS = """step reward accuracy loss_R loss_D grad_norm kappa phi conflict conflict_deadband alpha_eff zero_advantage
 clipped entropy length truncated mu lr tokens_per_second seconds collapsed""".split()
 
-# What tells the methods apart. One seed: (1 - alpha) delta_R + alpha delta_D with a fixed alpha ...
-SHARE = {"grpo": 0.0, "opd": 1.0, "rlsd": 0.0, "sdpo": 1.0}  # hybrid: --alpha; the last two for the log alone
-# ... or a gate's alpha_n on normalised residuals ...
-GATE = {"m3-norm": lambda K, cos, f: torch.full_like(K, f.alpha_max),  # no gate: the reference
-        "m3-select": lambda K, cos, f: m3.gate_select(K, f.alpha_max),
-        "m3-soft": lambda K, cos, f: m3.gate_soft(cos, f.alpha_max, f.beta),
-        "m3-eg": lambda K, cos, f: m3.gate_soft(cos, f.alpha_max, f.beta)}
-# ... or two backward passes, and weights (w_R, w_D) that depend on both. rlsd and sdpo have seeds of their own, in step 3.
-MIX = {"gradnorm": lambda g: m3.gradnorm_weights(g["norm_R"], g["norm_D"]),
-       "pcgrad": lambda g: m3.pcgrad_weights(g["norm_R"], g["norm_D"], g["phi"]),
-       "minnorm": lambda g: (1 - (a := ntk.min_norm_alpha(g["norm_R"], g["norm_D"], g["phi"])), a)}
 FIELDS = ["prompt", "answer", "solution"]
 NOT_SAVED = ["plot", "compare", "seeds", "preset", "resume", "probe", "defaults"]
-METHODS = ["grpo", "opd", "hybrid", *MIX, "rlsd", "sdpo", *GATE]
 TOY_TEACHERS, CACHE = ["self-rl", "larger"], pathlib.Path("runs/cache")  # of what the toy world makes
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
@@ -89,7 +78,7 @@ def parse_flags(argv):
 
     at_least_1, above_0, not_negative = (lambda v: v >= 1), (lambda v: v > 0), (lambda v: v >= 0)
     g = parser.add_argument_group("what to train")
-    flag(g, "--method", "m3-soft", "how the two signals are combined", choices=METHODS)
+    flag(g, "--method", "m3-soft", "how the two signals are combined", choices=list(m3.METHODS))
     flag(g, "--model", "toy", "toy, or a causal language model: a folder or a hub id")
     flag(g, "--dataset", "toy", "toy, gsm8k, svamp, arc, math, or a .json/.jsonl/.csv/.parquet file or folder of them")
     flag(g, "--teacher", "privileged", "the frozen initial model, shown the gold solution; or a folder or hub id; or in the toy"
@@ -150,7 +139,7 @@ def parse_flags(argv):
     flag(g, "--resume", "", "go on with the run in this folder from its last checkpoint")
     g = parser.add_argument_group("instead of one run")
     g.add_argument("--probe", action="store_true", help="ten steps of hybrid, then which method the paper's rule advises")
-    g.add_argument("--compare", nargs="+", choices=METHODS, metavar="METHOD",
+    g.add_argument("--compare", nargs="+", choices=list(m3.METHODS), metavar="METHOD",
                    help="train each METHOD on the same seeds, one process per core; table and figure in --out")
     g.add_argument("--compare-teachers", dest="compare", action="store_const", const=["privileged", *TOY_TEACHERS],
                    help="the same for opd under each teacher of the toy world")
@@ -561,10 +550,15 @@ def write_folder(folder, fill):
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
-def save_checkpoint(out, step, model, tokenizer, state):
+def save_checkpoint(out, step, run, tokenizer, s_bar, flags):
     """checkpoint-N: a folder that from_pretrained loads, plus trainer.pt; then `last` is pointed at it."""
+    state = {"optimizer": run.optimizer.state_dict(), "step": step, "s_bar": s_bar, "adapter": m3.lora_state(run.model),
+             "masters": [master.data for master, p in zip(run.masters, run.params) if master is not p]}
+    if m3.METHODS[flags.method].move_teacher:  # everyone else's teacher is the initial policy
+        state["teacher"] = run.frozen.state_dict()
+
     def fill(tmp):
-        model.save_pretrained(tmp, state_dict=m3.merged_state(model))  # plain weights, adapter and all
+        run.model.save_pretrained(tmp, state_dict=m3.merged_state(run.model))  # plain weights, adapter and all
         tokenizer.save_pretrained(tmp)
         torch.save(state, tmp / "trainer.pt")
     folder = out / f"checkpoint-{step}"
@@ -620,8 +614,17 @@ def evaluate(model, tokenizer, rows, flags, eos_ids, prompt="prompt_ids"):
 
 # --- The run ---------------------------------------------------------------------------------------------------------
 
+class World(NamedTuple):
+    """What a run starts from."""
+    base: torch.nn.Module  # the model as it starts
+    other: torch.nn.Module | None  # the teacher, if it is another model
+    tokenizer: object
+    eos_ids: set
+    shots: list  # few-shot examples
+    problems: list
+    held_out: list
+
 def load(flags, device):
-    """(model as it starts, other teacher or None, tokenizer, eos_ids, few-shot rows, problems, held-out problems)."""
     torch.set_num_threads(flags.threads or torch.get_num_threads()), transformers.utils.logging.disable_progress_bar()
     toy, dtype, other = flags.model == "toy", getattr(torch, flags.dtype), None
     if flags.dataset == "toy":  # the held-out problems are the same for every seed
@@ -647,10 +650,171 @@ def load(flags, device):
     top = max(tokenizer.pad_token_id, *(max(r["prompt_ids"] + r["teacher_ids"]) for r in problems + held_out))
     if top >= (known := base.get_input_embeddings().num_embeddings):
         fail(f"--model {flags.model}: its tokenizer gives id {top}, it has {known} embeddings: not of one model")
-    return base, other, tokenizer, eos_ids, shots, problems, held_out[:flags.eval_limit]
+    return World(base, other, tokenizer, eos_ids, shots, problems, held_out[:flags.eval_limit])
+
+class Run(NamedTuple):
+    """What a run trains, and with what."""
+    model: torch.nn.Module  # the student
+    frozen: torch.nn.Module  # the teacher; with adapters the same module, read with them off
+    student: tuple  # (backbone, head) of each
+    teacher: tuple
+    params: list  # of the student, trainable
+    masters: list  # float32 copies: bf16 weights would swallow small steps; the very params where these are float32
+    optimizer: torch.optim.Optimizer
+
+class Rollouts(NamedTuple):
+    """This process's share of a step: problems of its P/processes prompts, and the B responses to them."""
+    asked: list  # problem of each response [B]
+    tokens: torch.Tensor  # [B, N]
+    mask: torch.Tensor  # [B, N]
+    texts: list  # [B]
+
+class Progress(NamedTuple):
+    """Where a run stands: the next step, what was logged before it, s_bar."""
+    first: int
+    log: list
+    s_bar: float | None
+
+def set_up(flags, world, device):
+    """Student, teacher and optimizer as they are before the first step."""
+    world.base.requires_grad_(False)
+    if flags.lora_rank:  # adapters go into the base model itself: switched off, they leave its teacher without a second copy
+        model = m3.add_lora(world.base, flags.lora_rank, flags.seed)
+    else:
+        model = copy.deepcopy(world.base).requires_grad_(True)
+    teacher = world.other.requires_grad_(False) if world.other else world.base
+    # Dropout would make scoring differ from sampling, so eval mode it is, for good. The one exception is gradient
+    # checkpointing, which transformers only does in training mode: there dropout is set to 0 instead.
+    model.eval()
+    teacher.eval()
+    if flags.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for module in model.modules():
+            module.__dict__.update({k: 0.0 for k in ("p", "attention_dropout") if k in module.__dict__})
+    with or_fail(f"--model {flags.model} cannot be trained with these flags", ValueError):
+        student_parts, teacher_parts = m3.split_head(model), m3.split_head(teacher)
+        if flags.kernel == "local":  # refuses an architecture it does not know now, not after the first rollouts
+            nothing = torch.zeros(1, 2, model.get_output_embeddings().weight.shape[0], device=device)
+            ids, mask = torch.zeros(1, 4, dtype=torch.long, device=device), torch.ones(1, 4, device=device)
+            ntk.kdr(model, ids, mask, nothing, nothing)
+    params = [p for p in model.parameters() if p.requires_grad]
+    masters = [p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()) for p in params]
+    optimizer = torch.optim.AdamW(masters, lr=flags.lr, weight_decay=flags.weight_decay)
+    return Run(model, teacher, student_parts, teacher_parts, params, masters, optimizer)
+
+def resume(run, out, flags):
+    """Put back what the newest checkpoint holds. What else there is stands in the log; its later lines are dropped."""
+    unread = (f"--resume: cannot read {out}/last with these flags; to take an earlier checkpoint:"
+              f" ln -sfn checkpoint-N {out}/last")
+    if not (out / "last").exists():
+        fail(f"--resume: {out} has no checkpoint yet: delete it and start again with --out")
+    with or_fail(unread):
+        saved = torch.load(out / "last" / "trainer.pt", map_location="cpu", weights_only=True)
+        if flags.lora_rank:
+            run.model.load_state_dict(saved["adapter"], strict=False)
+        else:
+            run.model.load_state_dict(type(run.model).from_pretrained(out / "last", dtype=run.model.dtype).state_dict())
+        run.optimizer.load_state_dict(saved["optimizer"])
+        run.optimizer.param_groups[0] |= {"lr": flags.lr, "weight_decay": flags.weight_decay}  # flags given again win
+        copies = [master for master, p in zip(run.masters, run.params) if master is not p]
+        for master, value in zip(copies, saved["masters"]):
+            master.data.copy_(value)
+        run.frozen.load_state_dict(saved.get("teacher", run.frozen.state_dict()))
+        first = saved["step"] + 1
+        log, samples = ([line for line in read_log(out / f"{name}.jsonl") if line["step"] < first]
+                        for name in ("metrics", "samples"))
+        assert [line["step"] for line in log] == list(range(first)), "metrics.jsonl lacks steps"
+    if RANK == 0:
+        for rest in out.glob(".*.tmp"):  # of a process that was killed while it wrote
+            if rest.is_symlink() or rest.is_file():
+                rest.unlink()
+            else:
+                shutil.rmtree(rest)
+    for name, lines in ("metrics", log), ("samples", samples):
+        replace_text(out / f"{name}.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    return Progress(first, log, saved["s_bar"])
+
+def start(run, world, out, flags):
+    """A fresh run: its settings, and the evaluation before training as line 0 of the log."""
+    config = {name: value for name, value in vars(flags).items() if name not in NOT_SAVED}
+    replace_text(out / "config.json", json.dumps(config, indent=1))
+    for name in "metrics", "samples":
+        replace_text(out / f"{name}.jsonl", "")
+    accuracy, _ = evaluate(run.model, world.tokenizer, world.held_out, flags, world.eos_ids)
+    line = dict.fromkeys(METRICS) | {"step": 0, "accuracy": accuracy, "seconds": 0.0}
+    append_line(out / "metrics.jsonl", line)
+    return Progress(1, [line], None)
+
+def roll_out(run, world, flags, problems, generator):
+    """G responses to each of this process's problems. Every response has random numbers of its own, fixed by the step."""
+    group, at_once = flags.group_size, flags.sample_batch or flags.prompts_per_step
+    uniforms = torch.rand(len(problems), group, flags.max_new_tokens, generator=generator)
+    mine = slice(RANK * len(problems) // WORLD, (RANK + 1) * len(problems) // WORLD)
+    problems, uniforms = problems[mine], uniforms[mine]
+    parts = []
+    with m3.packed(run.model):
+        for i in range(0, len(problems), at_once):
+            prompts = [problem["prompt_ids"] for problem in problems[i:i + at_once]]
+            parts.append(m3.sample(
+                run.model, prompts, group, flags.max_new_tokens, flags.temperature, eos_ids=world.eos_ids,
+                pad_id=world.tokenizer.pad_token_id, uniforms=uniforms[i:i + at_once].flatten(0, 1),
+                top_p=flags.top_p, top_k=flags.top_k))
+    longest = max(tokens.shape[1] for tokens, _, _ in parts)
+
+    def joined(k, fill):
+        pad = torch.nn.functional.pad
+        return torch.cat([pad(part[k], (0, longest - part[k].shape[1]), value=fill) for part in parts])  # [B, N]
+
+    tokens, mask = joined(0, world.tokenizer.pad_token_id), joined(1, False)
+    owner = [problem for problem in problems for _ in range(group)]
+    return Rollouts(owner, tokens, mask, m3.decode(world.tokenizer, tokens, mask))
+
+def hints(rollouts, rewards, world, flags):
+    """What the teacher reads instead of each response's prompt. SDPO's reads a successful other response; or nothing."""
+    if flags.method != "sdpo":
+        return [problem["teacher_ids"] for problem in rollouts.asked]
+    siblings = m3.sdpo_siblings(rewards.tolist(), flags.group_size)
+    texts = [m3.prompt_text(world.tokenizer, problem, world.shots, rollouts.texts[sibling or 0])
+             for problem, sibling in zip(rollouts.asked, siblings)]
+    read = m3.encode(world.tokenizer, texts)
+    return [None if sibling is None else ids for sibling, ids in zip(siblings, read)]
+
+def take_step(run, update, clip):
+    """AdamW on the float32 masters. Returns the gradient's norm before clipping; if it is not finite, nothing moves."""
+    for master, grad in zip(run.masters, update):
+        master.grad = grad
+    norm = torch.nn.utils.clip_grad_norm_(run.masters, clip).item()
+    if math.isfinite(norm):
+        run.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(run.params, run.masters)
+    return norm
+
+def log_line(step, flags, rewards, mask, ended, advantages, result, grad_norm):
+    """The step's line of metrics.jsonl, of the whole batch of all processes; the README's glossary explains each key."""
+    responses = dict(reward=rewards, length=mask.sum(1), ended=ended, advantage_of_response=advantages)
+    parts = gather({name: column.cpu() for name, column in (result.seen | responses).items()})
+    seen = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}  # [all tokens] or [all responses]
+    shape = result.geometry or dict.fromkeys(["norm_D", "kappa", "phi"])
+    line = dict.fromkeys(METRICS) | {
+        "step": step, "reward": seen["reward"].mean().item(), "grad_norm": grad_norm, "lr": flags.lr,
+        "loss_R": -(seen["weight"] * seen["advantage"] * seen["logp"]).sum().item(),
+        "kappa": shape["kappa"], "phi": shape["phi"], "alpha_eff": seen["alpha"].mean().item(),
+        "zero_advantage": (seen["advantage_of_response"] == 0).float().mean().item(),
+        "entropy": seen["entropy"].mean().item(), "length": seen["length"].float().mean().item(),
+        "truncated": (~seen["ended"]).float().mean().item()}
+    if "divergence" in seen:  # null where nobody asked the teacher
+        largest = (flags.tau or math.inf) * flags.distill_scale
+        line["loss_D"] = (seen["weight"] * seen["divergence"].clamp(max=largest)).sum().item()
+        line["clipped"] = seen["clipped"].float().mean().item()
+    if "K" in seen:
+        line |= ntk.conflict_share(seen["K"], seen["cos"], torch.ones_like(seen["K"]))
+    if shape["norm_D"] and line["loss_D"] > 0:
+        line["mu"] = ntk.learning_signal(shape["norm_D"], line["loss_D"])
+    return line, seen
 
 def train(flags):
-    """sample -> reward -> score -> conflict -> seed -> backward -> step -> log. Returns the summary."""
+    """sample -> reward -> score, conflict, seed, backward -> step -> log -> save. Returns the summary."""
     with or_fail(f"--device {flags.device} cannot be used"):
         if WORLD > 1:
             torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in flags.device else "gloo")
@@ -658,328 +822,155 @@ def train(flags):
         here = f":{os.environ['LOCAL_RANK']}" if WORLD > 1 and flags.device == "cuda" else ""
         device = torch.empty(0, device=flags.device + here).device
     out = pathlib.Path(gather(flags.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{flags.method}")[0])
-    unread, resumed = (f"--resume: cannot read {out}/last with these flags; to take an earlier checkpoint:"
-                       f" ln -sfn checkpoint-N {out}/last"), None
-    if flags.resume:
-        if not (out / "last").exists():
-            fail(f"--resume: {out} has no checkpoint yet: delete it and start again with --out")
-        with or_fail(unread):
-            resumed = torch.load(out / "last" / "trainer.pt", map_location="cpu", weights_only=True)
-    elif (out / "metrics.jsonl").exists():
+    if not flags.resume and (out / "metrics.jsonl").exists():
         fail(f"--out {out} already holds a run: give another folder, or --resume {out}")
     with or_fail(f"--out {out}: cannot write there, give another folder"):
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
 
-    # --- problems, student, teacher ----------------------------------------------------------------------------------
-    base, other, tokenizer, eos_ids, shots, problems, held_out = load(flags, device)
-    base.requires_grad_(False)
-    if flags.lora_rank:  # adapters go into the base model itself: switched off they leave its teacher, without a second copy
-        model = m3.add_lora(base, flags.lora_rank, flags.seed)
-    else:
-        model = copy.deepcopy(base).requires_grad_(True)
-    teacher = other.requires_grad_(False) if other else base
-    with or_fail(unread):
-        if resumed and flags.lora_rank:
-            model.load_state_dict(resumed["adapter"], strict=False)
-        elif resumed:
-            model.load_state_dict(type(base).from_pretrained(out / "last", dtype=base.dtype).state_dict())
-    with or_fail(f"--model {flags.model} cannot be trained with these flags", ValueError):
-        (backbone, head), (teacher_backbone, teacher_head) = m3.split_head(model), m3.split_head(teacher)
-        if flags.kernel == "local":  # refuses an architecture it does not know now, not after the first rollouts
-            nothing = torch.zeros(1, 2, model.get_output_embeddings().weight.shape[0], device=device)
-            ntk.kdr(model, torch.zeros(1, 4, dtype=torch.long, device=device), torch.ones(1, 4, device=device), nothing, nothing)
-    # Dropout would make scoring differ from sampling, so eval mode it is, for good. The one exception is gradient
-    # checkpointing, which transformers only does in training mode: there dropout is set to 0 instead.
-    model.eval(), teacher.eval()
-    if flags.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for module in model.modules():
-            module.__dict__.update({k: 0.0 for k in ("p", "attention_dropout") if k in module.__dict__})
-    params = [p for p in model.parameters() if p.requires_grad]
-    # bf16 weights would swallow small steps: the optimizer works on float32 copies, its moments are float32 with them.
-    masters = [p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()) for p in params]
-    optimizer = torch.optim.AdamW(masters, lr=flags.lr, weight_decay=flags.weight_decay)
-
-    # Everything but weights and moments is read back from the log, whose lines after the checkpoint are dropped.
-    first, s_bar, log, samples, broken, interrupted = 1, None, [], [], 0, []
-    if resumed:
-        with or_fail(unread):
-            optimizer.load_state_dict(resumed["optimizer"])
-            optimizer.param_groups[0] |= {"lr": flags.lr, "weight_decay": flags.weight_decay}  # flags given again win
-            for master, value in zip([m for m, p in zip(masters, params) if m is not p], resumed["masters"]):
-                master.data.copy_(value)
-            teacher.load_state_dict(resumed.get("teacher", teacher.state_dict()))
-            first, s_bar = resumed["step"] + 1, resumed["s_bar"]
-            log, samples = ([line for line in read_log(out / f"{name}.jsonl") if line["step"] < first]
-                            for name in ("metrics", "samples"))
-            assert [line["step"] for line in log] == list(range(first)), "metrics.jsonl lacks steps"
-        for rest in out.glob(".*.tmp") if RANK == 0 else ():  # of a process that was killed while it wrote
-            rest.unlink() if rest.is_symlink() or rest.is_file() else shutil.rmtree(rest)
-    else:
-        replace_text(out / "config.json", json.dumps({k: v for k, v in vars(flags).items() if k not in NOT_SAVED}, indent=1))
-    for name, lines in ("metrics", log), ("samples", samples):
-        replace_text(out / f"{name}.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    size = sum(p.numel() for p in params)
-    held = sum(p.numel() * p.element_size() for m in {model, teacher} for p in m.parameters()) + 24 * size
-    print(f"{flags.method} | seed {flags.seed} | {device}, {torch.get_num_threads()} threads | torch {torch.__version__},"
-          f" transformers {transformers.__version__} | {size:,} trainable parameters, about {held / 2**30:.2g} GB for weights,"
-          f" moments and gradients, activations not counted | {WORLD} process{'es' * (WORLD > 1)} | {out}")
-    [signal.signal(name, lambda number, frame: interrupted.append(number)) for name in (signal.SIGINT, signal.SIGTERM)]
-
-    if first == 1:
-        before, _ = evaluate(model, tokenizer, held_out, flags, eos_ids)
-        log.append(dict.fromkeys(METRICS) | {"step": 0, "accuracy": before, "seconds": 0.0})
-        append_line(out / "metrics.jsonl", log[-1])
-    group, share, pad_id = flags.group_size, flags.prompts_per_step // WORLD, tokenizer.pad_token_id
-    mine, rows_here = slice(RANK * share, RANK * share + share), share * group  # of this process
-    chunks = lambda n: range(0, n, flags.vocab_chunk)
-    tempered = lambda z: z.float() / flags.temperature if flags.temperature != 1 else z.float()  # [.., V]: no pass for nothing
-    due = lambda every, step: every > 0 and step % every == 0
+    world = load(flags, device)
+    run = set_up(flags, world, device)
+    introduce(run, out, flags, device)
+    interrupted = catch_signals()
+    first, log, s_bar = resume(run, out, flags) if flags.resume else start(run, world, out, flags)
+    settings = m3.Settings(**{name: vars(flags)[name] for name in m3.Settings._fields if name in vars(flags)})
+    settings = settings._replace(eta_in=flags.eta_in * flags.lr)
+    memory = dict(micro_batch=flags.micro_batch, chunk=flags.vocab_chunk, checkpointing=flags.gradient_checkpointing)
+    broken = 0
     bar = tqdm(range(first, flags.steps + 1), initial=first - 1, total=flags.steps, dynamic_ncols=True, disable=RANK > 0)
     for step in bar:
         tick = time.time()
 
         # --- 1. sample: G responses to each of P problems ------------------------------------------------------------
-        batch = [problems[i] for i in m3.draw_problems(len(problems), flags.prompts_per_step, flags.seed, step)]
+        drawn = m3.draw_problems(len(world.problems), flags.prompts_per_step, flags.seed, step)
+        problems = [world.problems[i] for i in drawn]
         generator = torch.Generator().manual_seed(flags.seed * 1_000_003 + step)
-        uniforms = torch.rand(len(batch), group, flags.max_new_tokens, generator=generator)[mine].flatten(0, 1)
-        asked, at_once = batch[mine], flags.sample_batch or share
-        with m3.packed(model):
-            rollouts = [m3.sample(model, [p["prompt_ids"] for p in asked[i:i + at_once]], group, flags.max_new_tokens,
-                                  flags.temperature, eos_ids=eos_ids, pad_id=pad_id, top_p=flags.top_p, top_k=flags.top_k,
-                                  uniforms=uniforms[i * group:(i + at_once) * group]) for i in range(0, share, at_once)]
-        longest = max(part[0].shape[1] for part in rollouts)
-        tokens, mask = (torch.cat([torch.nn.functional.pad(part[k], (0, longest - part[k].shape[1]), value=fill)
-                                   for part in rollouts]) for k, fill in ((0, pad_id), (1, False)))  # [B, N]
+        rollouts = roll_out(run, world, flags, problems, generator)
 
         # --- 2. reward: the verifier pays 0 or 1; the group is its own baseline --------------------------------------
-        texts = m3.decode(tokenizer, tokens, mask)
-        owner = [asked[i // group] for i in range(rows_here)]
-        rewards = torch.tensor([float(m3.verify(text, problem["answer"], problem["kind"]))
-                                for text, problem in zip(texts, owner)], device=device)  # [B]
-        advantages = m3.group_advantages(rewards, group, flags.std)  # [B]
-        weights = m3.token_weights(mask, len(batch) * group,  # of the whole step, all processes
-                                   sum(gather(mask.sum().item())) if flags.reduction == "token" else None)  # [B, N]
+        paid = [m3.verify(text, problem["answer"], problem["kind"])
+                for text, problem in zip(rollouts.texts, rollouts.asked)]
+        rewards = torch.tensor(paid, dtype=torch.float32, device=device)  # [B]
+        advantages = m3.group_advantages(rewards, flags.group_size, flags.std)  # [B]
+        total = sum(gather(rollouts.mask.sum().item())) if flags.reduction == "token" else None
+        weights = m3.token_weights(rollouts.mask, len(problems) * flags.group_size, total)  # [B, N]
 
-        # --- 3. score, find the conflicts, seed, go backward: once per micro-batch -----------------------------------
-        # R and D are the two gradients of eqs 1 and 2, for the log or to be mixed; "update" is a method's own seed.
-        wanted = ["R", "D"] if flags.method in MIX or due(flags.stats_every, step) else []
-        wanted += [] if flags.method in MIX else ["update"]
-        wanted += ["g0", "g1"] if due(flags.occupancy_every, step) else []  # D of even and of odd responses alone
-        grads = {name: [torch.zeros_like(p, dtype=torch.float32) for p in params] for name in wanted}
-        seen = {name: [] for name in ["row", "w", "A", "logp", "entropy", "D", "clipped", "alpha", "norm_R", "K", "cos"]}
-        fold = torch.arange(rows_here, device=device) % group % 2  # [B]
-        whole_over_fold = group / (group - group // 2), group / (group // 2)
-        siblings, hinted = [0] * rows_here, [problem["teacher_ids"] for problem in owner]
-        if flags.method == "sdpo":  # its teacher reads a successful other response
-            siblings = m3.sdpo_siblings(rewards.tolist(), group)
-            hinted = m3.encode(tokenizer, [m3.prompt_text(tokenizer, owner[b], shots, texts[i]) for b, i in enumerate(siblings)])
-        look = flags.method in GATE or due(flags.kdr_every, step)
-        alone = flags.method == "grpo" and not look and wanted == ["update"]  # nobody asks the teacher: it is not run
+        # --- 3. score, find the conflicts, seed, go backward, combine ------------------------------------------------
+        batch = m3.Batch([problem["prompt_ids"] for problem in rollouts.asked], hints(rollouts, rewards, world, flags),
+                         rollouts.tokens, rollouts.mask, advantages, weights)
+        kdr = None  # the isotropic kernel needs no model
+        if flags.kernel != "logit":
+            kdr = functools.partial(ntk.kdr_flat, run.model, kernel=flags.kernel, chunk=flags.vocab_chunk,
+                                    generator=generator)
+        result = m3.m3_step(
+            run.student, run.teacher, batch, flags.method, run.params, settings._replace(step=step, generator=generator),
+            s_bar, kdr, due(flags.stats_every, step), due(flags.kdr_every, step), add_up, **memory)
+        s_bar = result.s_bar
+        extra = {}
+        if due(flags.occupancy_every, step):
+            extra = ntk.occupancy_step(run.student, run.teacher, batch, run.params, settings, flags.group_size, add_up,
+                                       **memory)
 
-        def micro_batches(of_row):
-            """Rows and their replies; of their real tokens the row, h [T, d] with a graph, y, A and w [T]."""
-            lengths = mask.sum(1)  # micro-batches hold rows of like length; longest first: if memory runs out, then at once
-            order = lengths.argsort(descending=True, stable=True) if flags.micro_batch else torch.arange(rows_here, device=device)
-            for rows in order.split(flags.micro_batch or rows_here):
-                real, replies = (x[rows, :lengths[rows].max()] for x in (mask, tokens))  # [B, n]
-                model.train(flags.gradient_checkpointing)
-                h = m3.hidden_states(backbone, [owner[b]["prompt_ids"] for b in rows.tolist()], replies, pad_id,
-                                     share=not flags.gradient_checkpointing)[real]
-                model.eval()
-                row = rows[:, None].expand_as(real)[real]
-                yield rows, real, replies, row, h, replies[real], of_row[row], weights[rows, :real.shape[1]][real]
-
-        for rows, real, replies, row, h, y, A, w in micro_batches(advantages):
-            with torch.inference_mode(), m3.lora_off(teacher):  # the same tokens; only what stands before them differs
-                h_T = h if alone else m3.hidden_states(teacher_backbone, [hinted[b] for b in rows.tolist()], replies, pad_id)[real]
-            leaf = h.detach().requires_grad_()  # cut here: the seeds of all chunks add up in leaf_grads, then enter h at once
-            leaf_grads = {name: torch.zeros_like(leaf) for name in wanted}
-            taught = torch.tensor(siblings, device=device)[row] >= 0
-            part = {name: w * (fold[row] == int(name[1])) * whole_over_fold[int(name[1])] if name[0] == "g" else w for name in wanted}
-
-            @functools.lru_cache(int(len(y) <= flags.vocab_chunk))  # a single chunk is kept, of several each is run again
-            def signals(i):
-                """Logits z of the chunk at token i, with a graph, and all that follows in closed form."""
-                c = slice(i, i + flags.vocab_chunk)
-                z = tempered(head(leaf[c]))  # [chunk, V]
-                with torch.no_grad():
-                    z_S, delta_R = z.detach(), m3.reward_residual(z.detach(), y[c], A[c])
-                    if alone:  # stand-ins that nobody reads
-                        return c, z, z_S, z_S, torch.zeros_like(w[c]), w[c] < 0, 0.0, delta_R, delta_R
-                    z_T = tempered(teacher_head(h_T[c]))  # no head has an adapter
-                    D = m3.divergence(z_S, z_T, flags.divergence, flags.lam) * flags.distill_scale * taught[c]
-                    clipped = D >= (flags.tau or math.inf) * flags.distill_scale
-                    scale = flags.distill_scale * (~clipped & taught[c])[:, None]
-                    delta_F = scale * m3.distill_residual(z_S, z_T, "fkl")  # what m3_seed and ntk.kdr call delta_D [eq 9]
-                return c, z, z_S, z_T, D, clipped, scale, delta_F, delta_R
-
-            K = cos = None if look else torch.zeros_like(w)  # if nobody looks, nothing reads them
-            if look and flags.kernel != "logit":  # a pass of its own: the gate needs K before the seed can be formed
-                ids, attention, _ = m3.left_pad([owner[b]["prompt_ids"] for b in rows.tolist()], pad_id, device)
-                ids, attention = torch.cat([ids, replies], 1), torch.cat([attention, real.long()], 1)  # [B, L]
-                K, cos = ntk.kdr_flat(model, ids, attention, real, (signals(i)[-2:] for i in chunks(len(y))), flags.vocab_chunk,
-                                      flags.kernel, generator)
-            for i in chunks(len(y)):
-                c, z, z_S, z_T, D, clipped, scale, delta_F, delta_R = signals(i)
-                with torch.no_grad():
-                    delta_D = 0.0  # eq 1's gradient: M3's own seed needs delta_F alone, GRPO neither
-                    if not alone and (flags.method not in GATE or len(wanted) > 1):
-                        delta_D = scale * m3.distill_residual(z_S, z_T, flags.divergence, flags.lam)
-                    K_c = (delta_F * delta_R).sum(-1) if K is None else K[c]  # None: --kernel logit
-                    cos_c = K_c / (delta_F.norm(dim=-1) * delta_R.norm(dim=-1)).clamp(min=1e-12) if K is None else cos[c]
-                    alpha = torch.full_like(K_c, SHARE.get(flags.method, flags.alpha))
-                    if flags.method in GATE:
-                        alpha = GATE[flags.method](K_c, cos_c, flags)
-                        if flags.zero_advantage == "skip":
-                            alpha = alpha * (A[c] != 0)
-                        seed = m3.m3_seed(delta_F, delta_R, alpha, flags.eps)
-                        if flags.method == "m3-eg":  # "update" is m_D for now, step 4 turns it into h_R(theta~)
-                            seed = alpha[:, None] * m3.normalize(delta_F, flags.eps)
-                    elif flags.method == "rlsd":  # the teacher scales A by at most lam * 0.2; lam fades out over 60 steps
-                        seed = m3.rlsd_residual(z_S, z_T, y[c], A[c], 0.5 * max(0.0, 1 - (step - 1) / 60))
-                    elif flags.method == "sdpo":  # no reward loss; rows without a successful sibling give nothing
-                        seed = m3.sdpo_residual(z_S, z_T) * taught[c, None]
-                    else:  # Hybrid = (1 - alpha) L_R + alpha L_D; GRPO and OPD are its ends
-                        seed = (1 - alpha[:, None]) * delta_R + alpha[:, None] * delta_D
-                    log_ps = m3.log_softmax(z_S)
-                    for name, value in dict(row=row[c], w=w[c], A=A[c], D=D, clipped=clipped, alpha=alpha, K=K_c, cos=cos_c,
-                                            logp=log_ps.gather(-1, y[c, None])[:, 0], norm_R=delta_R.norm(dim=-1),
-                                            entropy=torch.special.entr(log_ps.exp()).sum(-1)).items():
-                        seen[name].append(value)
-                for name in wanted:
-                    value = dict(update=seed, R=delta_R).get(name, delta_D) * part[name][c, None]
-                    m3.accumulate([leaf_grads[name], *grads[name]], z, [leaf, *params], value)
-            for name in wanted:
-                m3.accumulate(grads[name], h, params, leaf_grads[name])
-
-        def once_more(into, of_row, seed_of):
-            """Add the gradient of one more pass over the batch, with the weights as they are now."""
-            for *_, h, y, A, w in micro_batches(of_row):
-                leaf, leaf_grad = h.detach().requires_grad_(), torch.zeros_like(h)
-                for c in (slice(i, i + flags.vocab_chunk) for i in chunks(len(y))):
-                    z = tempered(head(leaf[c]))
-                    seed = seed_of(m3.reward_residual(z.detach(), y[c], A[c]), w[c, None])
-                    m3.accumulate([leaf_grad, *into], z, [leaf, *params], seed)
-                m3.accumulate(into, h, params, leaf_grad)
-
-        if "g0" in wanted:  # h of [VLS E.1]: what moving the visited prefixes does to the loss, (L - baseline) grad log pi
-            D = torch.cat(seen["w"]) * torch.cat(seen["D"]).clamp(max=(flags.tau or math.inf) * flags.distill_scale)
-            L = torch.zeros(rows_here, device=device).index_add(0, torch.cat(seen["row"]), D).view(-1, group)  # [P, G]
-            for k, other in (0, L[:, 1::2]), (1, L[:, ::2]):
-                grads[f"h{k}"] = [torch.zeros_like(p, dtype=torch.float32) for p in params]
-                centred = (L - other.mean(1, keepdim=True)).flatten() * (fold == k)  # the baseline is the other fold's mean
-                once_more(grads[f"h{k}"], -centred * whole_over_fold[k], lambda delta, w: delta)
-        add_up([g for gs in grads.values() for g in gs])
-
-        # --- 4. M3-EG: peek at where the teacher's step leads, take the reward's gradient there, come back -----------
-        if flags.method == "m3-eg":
-            home = [p.detach().clone() for p in params]
-            with torch.no_grad():  # theta~ = theta - eta_in m_D  [eq 15]
-                torch._foreach_sub_(params, [flags.eta_in * flags.lr * m_D for m_D in grads["update"]])
-            grads["update"] = [torch.zeros_like(p, dtype=torch.float32) for p in params]
-            once_more(grads["update"], advantages, lambda delta, w: w * m3.normalize(delta, flags.eps))
-            add_up(grads["update"])
-            with torch.no_grad():
-                torch._foreach_copy_(params, home)  # bit for bit: nothing is differentiated through the peek
-
-        # --- 5. step -------------------------------------------------------------------------------------------------
-        ended = torch.isin(tokens, torch.tensor(sorted(eos_ids), device=device)).logical_and(mask).any(1)
-        seen |= {"reward": [rewards], "advantage": [advantages], "length": [mask.sum(1)], "ended": [ended]}
-        everyones = gather({name: torch.cat(values).cpu() for name, values in seen.items()})
-        seen = {name: torch.cat([part[name] for part in everyones]) for name in seen}  # [all tokens] or [all responses]
-        geometry = ntk.geometry(grads["R"], grads["D"]) if "R" in wanted else dict.fromkeys(["norm_D", "kappa", "phi"])
-        if flags.method in MIX:
-            w_R, w_D = MIX[flags.method](geometry)
-            grads["update"] = [w_R * g_R + w_D * g_D for g_R, g_D in zip(grads["R"], grads["D"])]
-            seen["alpha"].fill_(w_D / (w_R + w_D))
-        loss_D = (seen["w"] * seen["D"].clamp(max=(flags.tau or math.inf) * flags.distill_scale)).sum().item()
-        rewarded = seen["A"] != 0
-        if rewarded.any() and math.isfinite(loss_D):  # s_bar: EMA of the reward residual's mean norm over tokens with A != 0
-            now = seen["norm_R"][rewarded].mean().item()
-            s_bar = now if s_bar is None else 0.9 * s_bar + 0.1 * now
-        if flags.method in GATE:
-            torch._foreach_mul_(grads["update"], s_bar or 1.0)
-        for master, grad in zip(masters, grads["update"]):
-            master.grad = grad
-        grad_norm = torch.nn.utils.clip_grad_norm_(masters, flags.clip).item()
+        # --- 4. step -------------------------------------------------------------------------------------------------
+        grad_norm = take_step(run, result.update, flags.clip)
         broken = 0 if math.isfinite(grad_norm) else broken + 1
-        if broken == 0:
-            optimizer.step()
+        move_teacher = m3.METHODS[flags.method].move_teacher
+        if broken:
+            keep_broken(out, step, grad_norm, rollouts, rewards)
+        elif move_teacher:
             with torch.no_grad():
-                torch._foreach_copy_(params, masters)
-                if flags.method == "sdpo":  # its teacher: an EMA of the student
-                    torch._foreach_lerp_(list(teacher.parameters()), params, 0.05)
-                elif flags.method == "rlsd" and due(20, step):  # its teacher: the student of the last multiple of 20 steps
-                    torch._foreach_copy_(list(teacher.parameters()), params)
-        else:
-            torch.save(dict(step=step, tokens=tokens, mask=mask, rewards=rewards), out / f"non-finite-{step}-rank-{RANK}.pt")
-            tqdm.write(f"step {step}: gradient norm is {grad_norm}; step not applied, batch saved in {out}")
+                move_teacher(list(run.frozen.parameters()), run.params, step)
 
-        # --- 6. log --------------------------------------------------------------------------------------------------
-        line = dict.fromkeys(METRICS) | {
-            "step": step, "reward": seen["reward"].mean().item(),
-            "loss_R": -(seen["w"] * seen["A"] * seen["logp"]).sum().item(), "loss_D": None if alone else loss_D,
-            "grad_norm": grad_norm, "kappa": geometry["kappa"], "phi": geometry["phi"], "alpha_eff": seen["alpha"].mean().item(),
-            **(ntk.conflict_share(seen["K"], seen["cos"], torch.ones_like(rewarded)) if look else {}),
-            "zero_advantage": (seen["advantage"] == 0).float().mean().item(), "entropy": seen["entropy"].mean().item(),
-            "clipped": None if alone else seen["clipped"].float().mean().item(), "length": seen["length"].float().mean().item(),
-            "truncated": (~seen["ended"]).float().mean().item(), "lr": flags.lr,
-            "mu": ntk.learning_signal(geometry["norm_D"], loss_D) if geometry["norm_D"] and loss_D > 0 else None}
-        if "g0" in wanted:
-            line |= {f"occupancy_{k}": v for k, v in ntk.occupancy(*(grads[k] for k in ("g0", "g1", "h0", "h1"))).items()}
-        line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        # --- 5. log --------------------------------------------------------------------------------------------------
+        ended = torch.isin(rollouts.tokens, torch.tensor(sorted(world.eos_ids), device=device))
+        ended = ended.logical_and(rollouts.mask).any(1)
+        line, seen = log_line(step, flags, rewards, rollouts.mask, ended, advantages, result, grad_norm)
+        line = finite(line | extra)
         line["collapsed"] = step >= 10 and all(x["reward"] < 0.05 for x in [*log[-9:], line])
         done = step == flags.steps or (flags.stop_on_collapse and line["collapsed"])
         if due(flags.eval_every, step) or done:
-            line["accuracy"], greedy = evaluate(model, tokenizer, held_out, flags, eos_ids)
-            for problem, text in list(zip(held_out, greedy))[:2]:
-                tqdm.write(f"[{step}] {problem['question']} -> {text!r} (right: {problem['answer']})")
-            texts = sum(gather(texts), [])
-            for i, problem in enumerate(batch):
-                append_line(out / "samples.jsonl", {"step": step, "prompt": problem["question"], "answer": problem["answer"],
-                                                    "completions": texts[i * group:(i + 1) * group],
-                                                    "rewards": seen["reward"][i * group:(i + 1) * group].tolist()})
+            line["accuracy"], greedy = evaluate(run.model, world.tokenizer, world.held_out, flags, world.eos_ids)
+            show_samples(out, step, world, problems, greedy, rollouts.texts, seen["reward"].tolist(), flags)
         line["seconds"] = log[-1]["seconds"] + time.time() - tick
         line["tokens_per_second"] = seen["length"].sum().item() / (time.time() - tick)
         log.append(line)
         append_line(out / "metrics.jsonl", line)
+        show_progress(bar, log, first)
         if broken == 3:
             fail("three non-finite steps in a row: lower --lr, or start from the last checkpoint", code=1)
-        if step == first and line["truncated"] == line["zero_advantage"] == 1:
-            tqdm.write("every reply is cut at --max-new-tokens and none is paid more than another: raise it")
-        shown = {"reward": line["reward"], "kappa": line["kappa"], "conflict": line["conflict"],
-                 "accuracy": next(x["accuracy"] for x in reversed(log) if x["accuracy"] is not None)}
-        bar.set_postfix({k: f"{v:.3g}" for k, v in shown.items() if v is not None})
 
-        # --- 7. save -------------------------------------------------------------------------------------------------
+        # --- 6. save -------------------------------------------------------------------------------------------------
         stop = max(gather(interrupted[0] if interrupted else 0))  # a signal to one is a signal to all
         if due(flags.save_every, step) or done or stop:
-            state = {"optimizer": optimizer.state_dict(), "step": step, "s_bar": s_bar, "adapter": m3.lora_state(model),
-                     "masters": [m.data for m, p in zip(masters, params) if m is not p]}
-            if flags.method in ("rlsd", "sdpo"):  # everyone else's teacher is the initial policy
-                state["teacher"] = teacher.state_dict()
-            gather(RANK or save_checkpoint(out, step, model, tokenizer, state))  # nobody leaves before it is written
+            gather(RANK or save_checkpoint(out, step, run, world.tokenizer, s_bar, flags))  # nobody leaves before it is written
         if stop:
             bar.close()
             fail(f"stopped by signal {stop} after step {step}; saved. Go on with --resume {out}", 128 + stop)
         if done:
             break
-    extra = {}
-    if flags.method == "opd":  # what [VLS] asks of a distillation that stalls
-        ended = type(base).from_pretrained(out / "last", dtype=base.dtype).to(device).eval()
-        with m3.lora_off(base):  # base: as it was before the first step
-            extra["accuracy_teacher"], _ = evaluate(teacher, tokenizer, held_out, flags, eos_ids, "teacher_ids")
-            extra |= ntk.stall(base, ended, [row["prompt_ids"] for row in held_out],
-                               [line["loss_D"] for line in log[1:] if line["loss_D"] is not None])
+    return summarize(out, flags, log, len(world.held_out), finish(run, world, out, flags, log))
+
+def due(every, step):
+    return every > 0 and step % every == 0
+
+def finite(line):
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
+
+def introduce(run, out, flags, device):
+    """The first line of a run: what it is, on what, and how much memory its weights take."""
+    size = sum(p.numel() for p in run.params)
+    held = sum(p.numel() * p.element_size() for model in {run.model, run.frozen} for p in model.parameters()) + 24 * size
+    print(f"{flags.method} | seed {flags.seed} | {device}, {torch.get_num_threads()} threads | torch {torch.__version__},"
+          f" transformers {transformers.__version__} | {size:,} trainable parameters, about {held / 2**30:.2g} GB for weights,"
+          f" moments and gradients, activations not counted | {WORLD} process{'es' * (WORLD > 1)} | {out}")
+
+def catch_signals():
+    """From here on a signal ends the run after the step in hand, saved. -> list that the signal's number is put into."""
+    interrupted = []
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, lambda number, frame: interrupted.append(number))
+    return interrupted
+
+def keep_broken(out, step, grad_norm, rollouts, rewards):
+    batch = dict(step=step, tokens=rollouts.tokens, mask=rollouts.mask, rewards=rewards)
+    torch.save(batch, out / f"non-finite-{step}-rank-{RANK}.pt")
+    tqdm.write(f"step {step}: gradient norm is {grad_norm}; step not applied, batch saved in {out}")
+
+def show_samples(out, step, world, problems, greedy, texts, rewards, flags):
+    """Two greedy replies for the eye; all of the step's replies for samples.jsonl."""
+    for problem, text in list(zip(world.held_out, greedy))[:2]:
+        tqdm.write(f"[{step}] {problem['question']} -> {text!r} (right: {problem['answer']})")
+    texts, group = sum(gather(texts), []), flags.group_size
+    for i, problem in enumerate(problems):
+        its = slice(i * group, (i + 1) * group)
+        append_line(out / "samples.jsonl", {"step": step, "prompt": problem["question"], "answer": problem["answer"],
+                                            "completions": texts[its], "rewards": rewards[its]})
+
+def show_progress(bar, log, first):
+    line = log[-1]
+    if line["step"] == first and line["truncated"] == line["zero_advantage"] == 1:
+        tqdm.write("every reply is cut at --max-new-tokens and none is paid more than another: raise it")
+    shown = {"reward": line["reward"], "kappa": line["kappa"], "conflict": line["conflict"],
+             "accuracy": next(x["accuracy"] for x in reversed(log) if x["accuracy"] is not None)}
+    bar.set_postfix({key: f"{value:.3g}" for key, value in shown.items() if value is not None})
+
+def finish(run, world, out, flags, log):
+    """What is measured once, after the last step: how a distillation stalled [VLS], and the mean of two checkpoints."""
+    extra, kind = {}, type(world.base)
+    if flags.method == "opd":
+        ended = kind.from_pretrained(out / "last", dtype=world.base.dtype).to(world.base.device).eval()
+        with m3.lora_off(world.base):  # base: as it was before the first step
+            extra["accuracy_teacher"], _ = evaluate(run.frozen, world.tokenizer, world.held_out, flags, world.eos_ids,
+                                                    "teacher_ids")
+            losses = [line["loss_D"] for line in log[1:] if line["loss_D"] is not None]
+            extra |= ntk.stall(world.base, ended, [row["prompt_ids"] for row in world.held_out], losses)
     if flags.swa:  # of merged weights: with LoRA, the mean of A times the mean of B would be another model
-        folders = sorted(out.glob("checkpoint-*"), key=lambda f: int(f.name.split("-")[1]))[-2:]
-        both = [type(base).from_pretrained(folder, dtype=base.dtype).to(device).eval() for folder in folders]
-        for same in zip(*(m.parameters() for m in both)):
+        folders = sorted(out.glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]))[-2:]
+        both = [kind.from_pretrained(folder, dtype=world.base.dtype).to(world.base.device).eval() for folder in folders]
+        for same in zip(*(model.parameters() for model in both)):
             same[0].data = torch.stack(same).detach().mean(0)
-        extra["accuracy_swa"], _ = evaluate(both[0], tokenizer, held_out, flags, eos_ids)
-    return summarize(out, flags, log, len(held_out), extra)
+        extra["accuracy_swa"], _ = evaluate(both[0], world.tokenizer, world.held_out, flags, world.eos_ids)
+    return extra
 
 def mean(values):
     values = [v for v in values if v is not None]
@@ -1061,7 +1052,7 @@ def compare(flags):
             return folder
         if folder.exists() and not (folder / "last").exists():
             shutil.rmtree(folder)  # it never reached a checkpoint
-        what = ["--method", name] if name in METHODS else ["--method", "opd", "--teacher", name]
+        what = ["--method", name] if name in m3.METHODS else ["--method", "opd", "--teacher", name]
         argv = [sys.executable, __file__, *passed, *what, "--seed", str(seed), "--threads", "1",
                 "--resume" if folder.exists() else "--out", str(folder)]
         with open(f"{folder}.log", "a") as log:
@@ -1073,9 +1064,9 @@ def compare(flags):
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         keys = [(name, seed) for seed in range(flags.seeds) for name in names]
         folders = dict(zip(keys, pool.map(one_run, keys)))
-    columns = ["accuracy_start", "accuracy_end", *("reward_first20 reward_last20 kappa_mean conflict_mean" if names[0] in METHODS
+    columns = ["accuracy_start", "accuracy_end", *("reward_first20 reward_last20 kappa_mean conflict_mean" if names[0] in m3.METHODS
                else "accuracy_teacher gap_recovery loss_reduction_max loss_reduction_final gamma d_par cka_min").split()]
-    table = [["method" if names[0] in METHODS else "teacher", *columns, "collapsed", "at step"], ["---"] * (len(columns) + 3)]
+    table = [["method" if names[0] in m3.METHODS else "teacher", *columns, "collapsed", "at step"], ["---"] * (len(columns) + 3)]
     for name in names:
         runs = [json.loads((folders[name, seed] / "summary.json").read_text()) for seed in range(flags.seeds)]
         values = [[run[key] for run in runs if run.get(key) is not None] for key in columns]
