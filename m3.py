@@ -987,13 +987,23 @@ class LoRA(torch.nn.Module):
         return (weight + (delta.T if self.turned else delta)).to(weight.dtype)
 
 def add_lora(model, rank, seed):
-    """Freeze the model; put an adapter on every linear layer of its blocks (".0." in the name), not on the head."""
+    """Freeze the model; put an adapter on every linear layer of its blocks (".0." in the name), not on the head.
+    lora_share says how much of the blocks that is."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # drawn on the CPU: the same adapter on every device
         for name, layer in list(model.requires_grad_(False).named_modules()):
-            if re.search(r"\.\d+\.", name) and (isinstance(layer, torch.nn.Linear) or type(layer).__name__ == "Conv1D"):
+            # A router of experts is often a Linear that returns more than one tensor: left alone.
+            linear = getattr(type(layer), "forward", None) is torch.nn.Linear.forward
+            if re.search(r"\.\d+\.", name) and (linear or type(layer).__name__ in ("Conv1D", "FalconLinear")):
                 model.set_submodule(name, LoRA(layer, rank))
     return model
+
+def lora_share(model):
+    """(adapted, all): how many numbers of the blocks' weight matrices have an adapter, and how many there are.
+    Experts fused into one tensor are no linear layers: they have none, and stay frozen."""
+    sizes = {name: p.numel() for name, p in model.named_parameters()
+             if re.search(r"\.\d+\.", name) and p.ndim > 1 and ".lora_" not in name}
+    return sum(size for name, size in sizes.items() if name.endswith(".base.weight")), sum(sizes.values())
 
 @contextlib.contextmanager
 def lora_off(model):

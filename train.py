@@ -417,23 +417,131 @@ def encode_rows(rows, tokenizer, context, max_new_tokens, shots, hint):
     return kept or fail(f"0 of {len(rows)} rows left after the {why}: lower --max-new-tokens or --few-shot")
 
 def load_model(path, dtype, device, flag="--model"):
-    """(model, tokenizer, eos_ids) of a local folder or a hub id. Path-like values are never looked up on the hub."""
+    """(model, tokenizer, eos_ids) of a local folder or a hub id. What looks like a path is no hub id."""
     name = str(pathlib.Path(path).expanduser())
     if not pathlib.Path(name).exists() and (re.match(r"[~./\\]", path) or path.count("/") > 1):
         fail(f"{flag} {path}: folder not found")
     with or_fail(f"{flag} {path}: cannot load its tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        assert len(tokenizer) > len(tokenizer.all_special_ids), "no words in it"  # transformers makes one up if need be
+        # transformers makes one up where the folder has none
+        assert len(tokenizer) > len(tokenizer.all_special_ids), "no words in it"
     with or_fail(f"{flag} {path}: cannot load its model"):
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, trust_remote_code=False, output_loading_info=True)  # attention: sdpa where there is one
-        assert not info["missing_keys"], f"no weights for {sorted(info['missing_keys'])[:3]}"  # they would be random
-    ends = [tokenizer.eos_token_id, *torch.tensor(model.generation_config.eos_token_id or []).view(-1).tolist()]
-    eos_ids = {i for i in ends if i is not None} or fail(f"{flag} {path}: no end token in tokenizer or settings")
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(  # attention: sdpa where there is one
+            name, dtype=dtype, trust_remote_code=False, output_loading_info=True)
+        lost = sorted(info["missing_keys"])
+        assert not lost, f"no weights for {lost[:3]}"  # they would be random
+        model = model.to(device).eval()
+    floats = {key: x for key, x in model.state_dict().items() if x.is_floating_point()}
+    broken = [key for key, x in floats.items() if not x.isfinite().all()]
+    if broken:
+        fail(f"{flag} {path}: NaN or infinity in {len(broken)} weights, as {broken[0]}: take a sound copy")
+    # An end id may be a default of transformers and belong to another tokenizer, as GPT-2's 50256 does.
+    named = torch.tensor(model.generation_config.eos_token_id or []).view(-1).tolist()
+    ends = {end for end in [tokenizer.eos_token_id, *named] if end is not None}
+    width = model.get_input_embeddings().num_embeddings
+    eos_ids = ends.intersection(tokenizer.get_vocab().values(), range(width))
+    if not eos_ids:
+        foreign = f", only {sorted(ends)}, unknown to it" if ends else ""
+        fail(f"{flag} {path}: no end token in tokenizer or settings{foreign}:"
+             " set eos_token in tokenizer_config.json")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = min(eos_ids)
-        print(f"{path}: no pad token; the end token {tokenizer.pad_token!r} pads (masks go by length, not by id)")
-    return model.to(device).eval(), tokenizer, eos_ids
+        pad = tokenizer.pad_token
+        print(f"{path}: no pad token; the end token {pad!r} pads (masks go by length, not by id)")
+    return model, tokenizer, eos_ids
+
+def context_length(config):
+    """Longest sequence that a model reads in one way, in tokens; 10^9 where nothing limits it (ALiBi).
+
+    LongRoPE and dynamic NTK turn ALL positions differently once a sequence passes the original context: what
+    was sampled would be scored otherwise, and one long row would change its short neighbours. So there the
+    original context is the limit. YaRN and Llama 3 scale by constants: no limit of that kind.
+    """
+    config = config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or 10**9
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    by_layer_type = [part for part in rope.values() if isinstance(part, dict)]  # as Gemma 3 has it
+    for part in [rope, *by_layer_type]:
+        if part.get("rope_type", part.get("type")) in ("longrope", "su", "dynamic"):
+            original = getattr(config, "original_max_position_embeddings", None)
+            limit = min(limit, part.get("original_max_position_embeddings") or original or limit)
+    return limit
+
+def use_checkpointing(model):
+    """Gradient checkpointing, which transformers does in training mode alone: so every dropout is set to 0.
+    Not in the config, for it is saved: a dropout that a forward pass reads there is found by try_rollouts."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            named = "drop" in name or (name == "p" and "Drop" in type(module).__name__)
+            if named and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+# --- Start-up check: what would fail late is tried in a second, before the first rollouts -------------------
+
+def try_rollouts(model, prompts, share):
+    """ValueError unless sampling, scoring as in training and plain forward passes of single rows agree in log
+    p, the last two in gradients too. share: as in m3.hidden_states; False with gradient checkpointing."""
+    limit = 2 * math.sqrt(torch.finfo(model.dtype).eps)  # float32: 7e-4, bfloat16: 0.18; a fault is about 1
+
+    def must_agree(what, got, want, scale):
+        apart = sum((a - b).float().square().sum() for a, b in zip(got, want, strict=True)).sqrt()
+        if not apart <= limit * scale:  # NaN fails too
+            raise ValueError(f"{what} differ from those of plain forward passes by {apart / scale:.2g}")
+
+    ends = range(0, model.get_input_embeddings().num_embeddings, 8)  # many: some rows end before others
+    uniforms = torch.rand(4, 5, generator=torch.Generator().manual_seed(0))
+    with m3.packed(model):
+        tokens, mask, sampled = m3.sample(model, prompts, 2, 5, eos_ids=ends, pad_id=0, uniforms=uniforms)
+    rows = [prompts[0], prompts[0], prompts[1], prompts[1]]
+    plain = []
+    for prompt, reply, real in zip(rows, tokens, mask, strict=True):
+        ids = torch.cat([torch.tensor(prompt, device=reply.device), reply[real]])
+        plain.append(model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1:-1])
+    plain = torch.cat(plain)  # [T, V]
+    backbone, head = m3.split_head(model)
+    model.train(not share)
+    scored = head(m3.hidden_states(backbone, rows, tokens, 0, share=share)[mask])
+    model.eval()
+    got, want = (m3.log_softmax(z).gather(-1, tokens[mask][:, None]) for z in (scored, plain))
+    spread = plain.detach()[plain.isfinite()].float().std().clamp(min=1e-3) * len(plain) ** 0.5
+    must_agree("sampled log-probabilities", [sampled[mask][:, None]], [want], spread)
+    must_agree("scored log-probabilities", [got], [want], spread)
+    params = [p for p in model.parameters() if p.requires_grad]
+    if params:
+        ours, right = (torch.autograd.grad(x.sum(), params, materialize_grads=True) for x in (got, want))
+        must_agree("gradients", ours, right, sum(g.float().square().sum() for g in right).sqrt())
+
+def try_out(model, teacher, tokenizer, flags):
+    """Ends in one line where a run would fail late: adapters, sampling, scoring, checkpointing, saving.
+    teacher: another model or None. Switches gradient checkpointing on, if asked for; moves no weight and no
+    random state. Below a second for a small model, seconds for a large one."""
+    models = {"model": model} | ({"teacher": teacher} if teacher else {})
+    size = min(m.get_input_embeddings().num_embeddings for m in models.values())
+    ids = torch.randint(size, (6,), generator=torch.Generator().manual_seed(0)).tolist()
+    if flags.lora_rank:
+        adapted, weights = m3.lora_share(model)
+        share = adapted / max(weights, 1)
+        print(f"adapters on {adapted:,} of {weights:,} block weights ({share:.0%}); the rest is frozen")
+        with or_fail(f"--lora-rank: adapters do not fit {flags.model}: leave it out"), torch.no_grad():
+            assert adapted, "its blocks have no linear layers"
+            model(input_ids=torch.tensor([ids], device=model.device))
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        for flag, one in models.items():
+            with or_fail(f"--{flag} {vars(flags)[flag]} cannot be sampled or scored: take one whose layers"
+                         " all keep keys and values (recurrent and linear attention do not)"):
+                try_rollouts(one, [ids[:4], ids[4:]], share=True)
+        if flags.gradient_checkpointing:
+            with or_fail(f"--gradient-checkpointing does not work with {flags.model}: leave it out"):
+                use_checkpointing(model)
+                try_rollouts(model, [ids[:4], ids[4:]], share=False)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            model.save_pretrained(folder, state_dict={})
+            tokenizer.save_pretrained(folder)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:  # but no full disk
+            why = " ".join(str(error).split())[:300]
+            fail(f"--model {flags.model}: correct its generation_config.json, which cannot be saved ({why})")
 
 # --- Saving: nothing half-written ever stands under its final name ---------------------------------------------------
 
