@@ -1,23 +1,23 @@
 """M3 as pure functions: hybrid reward + on-policy distillation, one logit seed, one backward pass.
 
 Copy these functions; this is not a library: arguments in, tensors out, the loop is train.py's. Needs torch alone.
+m3_step (section 7) is the training step; the README has a trainer of 40 lines around it.
 
 A student samples G responses per prompt. A verifier pays each 0 or 1. A teacher that sees more (the frozen initial
 policy, reading the gold solution too) gives a distribution at every token. Both signals are written as "residuals",
 their exact gradients in the student's logits, so any weighted sum of them is ONE backward pass: logits.backward(seed).
 
-Papers: [M3] arXiv 2609.34849, [VLS] arXiv 2610.11247. Equation numbers are theirs.
+Papers: [M3] arXiv 2609.34849, [VLS] arXiv 2610.11247. Equation numbers are theirs. Departures from the textbook:
+  1. No loss is differentiated by autograd. The residuals are closed form (tests check them against float64 autograd),
+     because M3 re-weights and normalises them token by token, which no scalar loss expresses.
+  2. No ratio clip and no reference KL: one update per batch, so the ratio is 1.
+  3. Eq 1 is clipped on the token's SUM. Clipping each vocabulary entry, as OPSD's code does under the same letter tau,
+     pushes the clipped entries down instead of leaving the token alone.
+  4. The sampler draws by inverse CDF from uniforms fixed per (row, position), however rows are dropped or split.
 
-Departures from the textbook, and why:
-  1. No loss is ever differentiated by autograd. The residuals are closed form (tests check them against float64
-     autograd), because M3 re-weights and normalises them token by token, which no scalar loss expresses.
-  2. No ratio clip and no reference KL: one update per batch, so the ratio is 1; the frozen teacher is the anchor.
-  3. Eq 1 is clipped on the token's SUM. Clipping each vocabulary entry, as OPSD's code does under the same letter
-     tau, pushes the clipped entries down instead of leaving the token alone.
-  4. The sampler draws by inverse CDF from uniforms fixed per (row, position), however rows are dropped or batches split.
-
-Shapes: P prompts, G responses per prompt, B = P*G rows, N response positions, V vocabulary, d hidden size,
-T = number of real (unmasked) response tokens of a batch, laid out flat. p_S student, p_T teacher, y sampled token.
+Shapes: P prompts, G responses per prompt, B = P*G rows, N response positions, V vocabulary, d hidden size, T = number of
+real (unmasked) response tokens, laid out flat. p_S = softmax(z_S) student, p_T teacher, y sampled token, A advantage,
+s the Signals and f the Settings of a method.
 """
 
 import collections, contextlib, functools, inspect, math, random, re
@@ -881,18 +881,16 @@ def geometry(g_R, g_D):
     kappa and phi are None where there is no reward gradient; kappa is inf and phi 0 where only g_D is 0. <g_R, g_D> N^2
     is the sum over all pairs of positions [eq 7]; sum_n K_DR(n) is its diagonal part [eq 72].
     """
-    pairs = list(zip(g_R, g_D, strict=True))
-    return ratios(sum(dot(r, d) for r, d in pairs), sum(dot(d, d) for _, d in pairs), sum(dot(r, r) for r, _ in pairs))
+    def inner(one, other):
+        pairs = ((a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None)
+        return sum(float(a.flatten().float() @ b.flatten().float()) for a, b in pairs)
 
-def dot(a, b):
-    return 0.0 if a is None or b is None else float(a.flatten().float() @ b.flatten().float())
-
-def ratios(DR, DD, RR):
-    """geometry from <g_D, g_R>, ||g_D||^2, ||g_R||^2."""
-    norm_R, norm_D = RR ** 0.5, DD ** 0.5
-    kappa = norm_R / norm_D if norm_D else math.inf
-    phi = max(-1.0, min(1.0, DR / norm_R / norm_D)) if norm_R and norm_D else 0.0
-    return dict(norm_R=norm_R, norm_D=norm_D) | (dict(kappa=kappa, phi=phi) if norm_R else dict(kappa=None, phi=None))
+    norm_R, norm_D = inner(g_R, g_R) ** 0.5, inner(g_D, g_D) ** 0.5
+    kappa = phi = None
+    if norm_R:
+        kappa = norm_R / norm_D if norm_D else math.inf
+        phi = max(-1.0, min(1.0, inner(g_R, g_D) / norm_R / norm_D)) if norm_D else 0.0
+    return dict(norm_R=norm_R, norm_D=norm_D, kappa=kappa, phi=phi)
 
 def update_scale(norms, advantages, s_bar, add_up):
     """s_bar: EMA (0.9) of the mean ||delta_R|| over tokens with A != 0; norms and advantages [T]."""
