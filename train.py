@@ -16,8 +16,8 @@ whose mathematics lives in m3.py and whose statistics live in ntk.py. Departures
      the clip and the moments' memory.
 """
 
-import argparse, concurrent.futures, contextlib, copy, csv, functools, hashlib, inspect, io, json, math, os, pathlib, random
-import itertools, re, shutil, signal, subprocess, sys, tempfile, time, zlib
+import argparse, base64, concurrent.futures, contextlib, copy, csv, functools, hashlib, html, inspect, io, json, math, os, pathlib, random
+import itertools, re, shutil, signal, subprocess, sys, tempfile, textwrap, time, zlib
 from typing import NamedTuple
 
 import torch, transformers
@@ -278,7 +278,7 @@ def toy_base_model(seed, steps=400, rows=48, lr=3e-3, larger=False):
             eos_token_id=tokenizer.eos_token_id, initializer_range=0.04))
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
-    for step in tqdm(range(steps), desc="toy base model", leave=False):
+    for step in tqdm(range(steps), desc="toy base model", leave=False, disable=None):
         # Cut by length, for the longest rows are thrice the shortest and padding costs as much as text; but cut WITHIN the
         # batch: whole batches of one length (all hints, then none) made the two habits undo each other.
         batch = sorted(corpus[step * rows:(step + 1) * rows], key=lambda pair: len(pair[0]) + len(pair[1]))
@@ -847,8 +847,8 @@ def train(flags):
     settings = settings._replace(eta_in=flags.eta_in * flags.lr)
     memory = dict(micro_batch=flags.micro_batch, chunk=flags.vocab_chunk, checkpointing=flags.gradient_checkpointing)
     broken = 0
-    bar = tqdm(range(first, flags.steps + 1), initial=first - 1, total=flags.steps, dynamic_ncols=True, disable=RANK > 0)
-    for step in bar:
+    bar = tqdm(initial=first - 1, total=flags.steps, ncols=78, disable=None, leave=True)  # None: no bar in a log file
+    for step in range(first, flags.steps + 1):
         tick = time.time()
 
         # --- 1. sample: G responses to each of P problems ------------------------------------------------------------
@@ -896,14 +896,15 @@ def train(flags):
         if evaluated:
             line["accuracy"], greedy = evaluate(run.model, world.tokenizer, world.held_out, flags, world.eos_ids)
             for problem, text in list(zip(world.held_out, greedy))[:2]:
-                tqdm.write(f"[{step}] {problem['question']} -> {text!r} (right: {problem['answer']})")
+                tqdm.write(textwrap.shorten(f"[{step}] {problem['question']} (right: {problem['answer']})", 78))
+                tqdm.write(textwrap.shorten(f"    {text!r}", 78, initial_indent="    "))
         if evaluated or step in (1, flags.steps // 2):
             keep_samples(out, step, problems, rollouts, batch, result.seen, world.tokenizer, seen["reward"].tolist())
         line["seconds"] = log[-1]["seconds"] + time.time() - tick
         line["tokens_per_second"] = seen["length"].sum().item() / (time.time() - tick)
         log.append(line)
         append_line(out / "metrics.jsonl", line)
-        show_progress(bar, log, first)
+        show_progress(bar, log, first, flags.steps)
         if broken == 3:
             fail("three non-finite steps in a row: lower --lr, or start from the last checkpoint", code=1)
 
@@ -916,7 +917,11 @@ def train(flags):
             fail(f"stopped by signal {stop} after step {step}; saved. Go on with --resume {out}", 128 + stop)
         if done:
             break
-    return summarize(out, flags, log, len(world.held_out), finish(run, world, out, flags, log))
+    summary = summarize(out, flags, log, len(world.held_out), finish(run, world, out, flags, log))
+    if RANK == 0:
+        plot([out], out / "curves.png")
+        report(out)
+    return summary
 
 def due(every, step):
     return every > 0 and step % every == 0
@@ -925,12 +930,12 @@ def finite(line):
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
 
 def introduce(run, out, flags, device):
-    """The first line of a run: what it is, on what, and how much memory its weights take."""
+    """The first lines of a run: what it is, on what, and how much memory its weights take."""
     size = sum(p.numel() for p in run.params)
     held = sum(p.numel() * p.element_size() for model in {run.model, run.frozen} for p in model.parameters()) + 24 * size
-    print(f"{flags.method} | seed {flags.seed} | {device}, {torch.get_num_threads()} threads | torch {torch.__version__},"
-          f" transformers {transformers.__version__} | {size:,} trainable parameters, about {held / 2**30:.2g} GB for weights,"
-          f" moments and gradients, activations not counted | {WORLD} process{'es' * (WORLD > 1)} | {out}")
+    print(f"{flags.method}, seed {flags.seed}, in {out}\n{device}, {torch.get_num_threads()} threads, {WORLD}"
+          f" process{'es' * (WORLD > 1)}, torch {torch.__version__}, transformers {transformers.__version__}\n"
+          f"{size:,} trainable parameters; weights, moments and gradients take about {held / 2**30:.2g} GB")
 
 def catch_signals():
     """From here on a signal ends the run after the step in hand, saved. -> list that the signal's number is put into."""
@@ -963,13 +968,17 @@ def keep_samples(out, step, problems, rollouts, batch, seen, tokenizer, rewards)
             line |= {"advantages": batch.advantages[its].tolist(), "tokens": looked}
         append_line(out / "samples.jsonl", line)
 
-def show_progress(bar, log, first):
+def show_progress(bar, log, first, steps):
+    """A bar on a terminal; in a log file a plain line now and then."""
     line = log[-1]
     if line["step"] == first and line["truncated"] == line["zero_advantage"] == 1:
         tqdm.write("every reply is cut at --max-new-tokens and none is paid more than another: raise it")
-    shown = {"reward": line["reward"], "kappa": line["kappa"], "conflict": line["conflict"],
-             "accuracy": next(x["accuracy"] for x in reversed(log) if x["accuracy"] is not None)}
-    bar.set_postfix({key: f"{value:.3g}" for key, value in shown.items() if value is not None})
+    accuracy = next(x["accuracy"] for x in reversed(log) if x["accuracy"] is not None)
+    bar.set_postfix_str(f"reward {line['reward']:.2f} accuracy {accuracy:.2f}", refresh=False)
+    bar.update()
+    if bar.disable and RANK == 0 and (due(max(steps // 20, 1), line["step"]) or line["step"] == steps):
+        print(f"step {line['step']} of {steps}: reward {line['reward']:.3f}, accuracy {accuracy:.3f},"
+              f" {line['seconds']:.0f} s", flush=True)
 
 def finish(run, world, out, flags, log):
     """What is measured once, after the last step: how a distillation stalled [VLS], and the mean of two checkpoints."""
@@ -1018,6 +1027,32 @@ sampled reward        {summary['reward_first20']:6.3f}   {summary['reward_last20
 collapsed             {'no' if at is None else f'at step {at}'}, {summary['steps']} steps in {summary['seconds']:.0f} seconds
 files                 {out}: metrics.jsonl, samples.jsonl, summary.json, last/ (from_pretrained loads it)""")
     return summary
+
+def report(out):
+    """OUT/report.html: a run as one page that loads nothing: its curves, replies token by token, its settings."""
+    config, summary = (json.loads((out / f"{name}.json").read_text(encoding="utf-8")) for name in ("config", "summary"))
+    looked = [line for line in read_log(out / "samples.jsonl") if "tokens" in line]
+    page = ['<!DOCTYPE html><meta charset="utf-8"><title>M3 run</title>',
+            "<style>body{font:15px/1.5 sans-serif;max-width:1100px;margin:2em auto;padding:0 1em} img{width:100%}",
+            ".reply{font:14px/2.1 monospace} .reply span{padding:3px 5px} td{padding:0 1em 0 0}</style>",
+            f"<h1>{html.escape(config['method'])}, {summary['steps']} steps</h1>",
+            f"<p>Greedy accuracy {summary['accuracy_start']:.3f} before, {summary['accuracy_end']:.3f} after.</p>"]
+    if (out / "curves.png").exists():
+        picture = base64.b64encode((out / "curves.png").read_bytes()).decode()
+        page.append(f'<img alt="curves" src="data:image/png;base64,{picture}">')
+    page.append("<h2>Where teacher and reward agree (blue) and fight (red)</h2>"
+                "<p>Colour: cos &phi;<sub>n</sub> of each sampled token; grey where there is no reward signal. "
+                "Point at a token for its numbers; &alpha;<sub>n</sub> is the teacher's share.</p>")
+    for line in [looked[i] for i in sorted({0, len(looked) // 2, len(looked) - 1})] if looked else ():
+        page.append(f"<h3>Step {line['step']}: {html.escape(line['prompt'])} (right: {html.escape(line['answer'])})</h3>")
+        for tokens, paid, advantage in zip(line["tokens"], line["rewards"], line["advantages"]):
+            words = [(text.replace("\n", "\u21b5"), cos, f"cos {cos:+.3f}, alpha {alpha:.3f}") for text, cos, alpha in tokens]
+            share = sum(alpha for _, _, alpha in tokens) / len(tokens)
+            page.append(f"<p>reward {paid:.0f}, A = {advantage:+.2f}, mean &alpha; {share:.3f}<br>"
+                        f'<span class="reply">{ntk.heat_html(words)}</span></p>')
+    rows = "".join(f"<tr><td>--{name.replace('_', '-')}<td>{html.escape(str(value))}" for name, value in config.items())
+    page.append(f"<details><summary>Settings</summary><table>{rows}</table></details>")
+    replace_text(out / "report.html", "\n".join(page))
 
 def plot(folders, file):
     """Panels from the logs alone: a line per method, or per teacher where these differ; mean and range over its seeds."""
