@@ -290,7 +290,6 @@ LATEX = [(re.compile(pattern), new) for pattern, new in (
      lambda size: rf"\cdot10^{SIZES[size[1].lower()]}"))]
 
 def verify(completion: str, gold: str, kind: str) -> int:
-    r""
     r"""1 if the reply's final answer is the gold one, else 0; linear time, never raises. kind as in FINISH.
 
     1. <think> blocks and an echoed `Question:` are dropped; an invented next question ends the text.

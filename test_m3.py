@@ -643,10 +643,10 @@ def test_sdpo_without_a_sibling_does_nothing(world, monkeypatch):
 KINDS = ("gsm8k", "svamp", "math", "arc")
 # Pieces that have hung or crashed graders: unbalanced brackets, half commands, towers, marks, long numbers.
 NASTY = ["(", ")", "{", "}", "\\", "\\boxed{", "\\frac{", "\\frac1", "\\text{", "\\sqrt", "\\left", "^{9",
-         "9^{9^{9^{9}}}", "9", "1,", "1,234,", "123 ", "1/", "3/0 ", "1e9", "1e999999999", "-", "=", ".", ", ",
-         "? ", " ", "\n", "\t", "\0", "####", "#### 5\n", "**", "<think>", "</think>", "<answer>", "Answer: ",
-         "answer is ", "A: 1\n", "(A) ", "A or ", "Question:\n", "5 or ", "not ", "−", "½", "²", "٣", "\u2003",
-         "\ud800", "😀", "a"]
+         "9^{9^{9^{9}}}", "9", "1,", "1,234,", "123 ", "1/", "3/0 ", "1e9", "1e999999999", "-", "=", ".",
+         ", ", "? ", " ", "\n", "\t", "\0", "####", "#### 5\n", "**", "<think>", "</think>", "<answer>",
+         "Answer: ", "answer is ", "A: 1\n", "(A) ", "A or ", "Question:\n", "5 or ", "not ", "−", "½", "²", "٣",
+         "\u2003", "\ud800", "😀", "a"]
 
 
 def lines(name):
@@ -1027,7 +1027,8 @@ def test_gsm8k_golds(name, rows):
     answers = [row["answer"] for row in lines(f"data/{name}.jsonl")]
     golds = [answer.rpartition("####")[2].strip() for answer in answers]
     assert len(golds) == rows
-    assert [gold for answer, gold in zip(answers, golds) if m3.verify(answer, gold, "gsm8k") != 1] == []
+    for answer, gold in zip(answers, golds, strict=True):
+        assert m3.verify(answer, gold, "gsm8k") == 1, answer
     assert [gold for gold in golds if m3.verify(f"#### {gold}", gold, "gsm8k") != 1] == []
     assert [gold for gold in golds if m3.verify(f"#### {gold}1", gold, "gsm8k") != 0] == []
 
@@ -1053,7 +1054,7 @@ def test_real_replies():
 def test_nasty_text(size):
     """0 or 1, no exception, and a second at most, whatever the text or the gold."""
     rng = random.Random(size)
-    for trial in range(8 if size > 5000 else 100):
+    for _ in range(8 if size > 5000 else 100):
         pieces = rng.choices(NASTY, k=rng.choice((1, 1, 2, 4, 40)))
         text = "".join(rng.choices(pieces, k=size))[:size]
         text = rng.choice(("", "#### ", "\\boxed{", "Answer: ", "The total is 6 ")) + text
