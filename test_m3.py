@@ -644,8 +644,9 @@ KINDS = ("gsm8k", "svamp", "math", "arc")
 # Pieces that have hung or crashed graders: unbalanced brackets, half commands, towers, marks, long numbers.
 NASTY = ["(", ")", "{", "}", "\\", "\\boxed{", "\\frac{", "\\frac1", "\\text{", "\\sqrt", "\\left", "^{9",
          "9^{9^{9^{9}}}", "9", "1,", "1,234,", "123 ", "1/", "3/0 ", "1e9", "1e999999999", "-", "=", ".",
-         ", ", "? ", " ", "\n", "\t", "\0", "####", "#### 5\n", "**", "<think>", "</think>", "<answer>",
-         "Answer: ", "answer is ", "A: 1\n", "(A) ", "A or ", "Question:\n", "5 or ", "not ", "−", "½", "²", "٣",
+         ", ", "? ", " ", "\n", "\t", "\0", "####", "#### 5\n", "**", "<think>", "</think>",
+         "<answer>", "Answer: ", "answer is ", "A: 1\n", "(A) ", "A or ", "Question:\n",
+         "5 or ", "not ", "−", "½", "²", "٣",
          "\u2003", "\ud800", "😀", "a"]
 
 
@@ -999,6 +1000,15 @@ CASES = [  # kind, completion, gold, reward, why; most come in pairs, a right an
     ("arc", "The answer is D is wrong.", "D", 0, "chosen, or denied and undecided"),
     ("arc", "Grade A is the best choice.", "A", 0, "chosen, or denied and undecided"),
     ("arc", "Hepatitis B is the answer.", "B", 0, "chosen, or denied and undecided"),
+    # two units, a share, a remark behind the mark
+    ("gsm8k", "#### 3 hours 20 minutes", "3", 0, "two units are one quantity"),
+    ("gsm8k", "#### $5 and 50 cents", "5", 0, "so are dollars and cents"),
+    ("gsm8k", "#### 18 out of 20", "18", 0, "a share"),
+    ("gsm8k", "#### 28\n(The answer is in eggs.)", "28", 1, "a remark is no second answer"),
+    ("gsm8k", "#### 14\nWait, that is wrong. The answer is 28.", "14", 0, "withdrawn by a later statement"),
+    ("gsm8k", "#### 14\nWait, that is wrong. The answer is 28.", "28", 1, "the later statement"),
+    ("gsm8k", "#### 28\nIf she had three more, the answer would be 31.", "31", 0, "a supposition"),
+    ("gsm8k", "#### 28\nIf she had three more, the answer would be 31.", "28", 1, "the mark before it"),
     # a statement in doubt
     ("gsm8k", "I don't think the answer is 8.", "8", 0, "doubt is no statement"),
     ("gsm8k", "The answer is 8? Let me see.", "8", 0, "doubt is no statement"),
