@@ -219,7 +219,8 @@ AFTER = re.compile(
     r"[\s,]*(?:(?:or|and|to|by|x|times)\b|[-+*/^×÷:.])?\s*[-+]?\.?\d|[)\]}]*\s*\^|\s*[\\_+*÷±√<>]|\)?\(-?\d"
     r"|\s*[-/] ?\(|[eE][-+]?\d|[xy]\b|(?:st|nd|rd|th)\b| ?(?:[kKMBT]|mil|bn|mn)\b| \(or\b"
     r"| (?:squared|cubed|or (?:more|less|\w+er))\b|[\s-]+hal(?:f|ves)\b|[\s-]*(?:third|tenth)s"
-    rf"| and (?:an?|one|two) (?:half|third|quarter)|[\s(-]*(?:[a-z]+ )?(?i:{'|'.join(SIZES)})")
+    r"| and (?:an?|one|two) (?:half|third|quarter)| (?:hour|minute|day|week|year|dollar|pound)s? (?:and )?\d"
+    rf"| (?:feet|out of|yards?) \d|[\s(-]*(?:[a-z]+ )?(?i:{'|'.join(SIZES)})")
 # A line that opens an echoed or an invented question. As in Question 2: How many
 QUESTION = re.compile(r"^[# \t]*(?:next |new )?(?:question|problem|q|human|user)[ #\d]*:", re.M | re.I)
 # A mark, not a heading: no word, no `2.` with a word, but in the last line. As in #### 28, #### Total: 28
@@ -233,7 +234,7 @@ ADVERB = r"(?:(?:therefore|thus|hence|then|clearly|definitely|certainly|simply|i
 # A statement. Bare `A:` only before a number: in arc it labels an option. As in The answer should be 28
 STATED = re.compile(
     r"\banswer(?:,? (?:therefore|thus|then|hence),?)?(?:\s+(?:is|was|equals|(?:should|must|would|will) be)\b"
-    r"|\s*[:=])(?![:\s]*(?:not|correct|right|reasonable|consistent|valid)\b)[:\s]*"
+    r"|\s*[:=])(?![:\s]*(?:not|correct|right|reasonable|consistent|valid|in)\b)[:\s]*"
     rf"{ADVERB}|^A:(?=\s*\W{{0,3}}\d)", re.M | re.I)
 # Doubt in the statement behind it. As in I don't think the answer is 28; the wrong answer is 28
 DOUBT = re.compile(
@@ -296,7 +297,6 @@ LATEX = [(re.compile(pattern), new) for pattern, new in (
      lambda size: rf"\cdot10^{SIZES[size[1].lower()]}"))]
 
 def verify(completion: str, gold: str, kind: str) -> int:
-    r""
     r"""1 if the reply's final answer is the gold one, else 0; linear time, never raises. kind as in FINISH.
 
     1. <think> blocks and an echoed `Question:` are dropped; an invented next question ends the text.
@@ -334,7 +334,8 @@ def _marked(text, *patterns):
         patterns = (HASHES, *patterns)
     marks = [mark for pattern in (BOX, TAG, STATED, *patterns) for mark in pattern.finditer(text)]
     marks.sort(key=lambda mark: mark.end())
-    doubted = [mark for mark in marks[-9:] if DOUBT.search(text[max(0, mark.start() - 60):mark.start()])]
+    doubted = [mark for mark in marks[-9:] if DOUBT.search(text[max(0, mark.start() - 60):mark.start()])
+               or re.search(r"(?i)\bif\b[^.!?\n]*would be\b", text[max(0, mark.start() - 60):mark.end()])]
     while marks and marks[-1] in doubted:
         marks.pop()
     step = marks and STEP.search(text, marks[-1].end())

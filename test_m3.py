@@ -808,15 +808,17 @@ def test_sdpo_without_a_sibling_does_nothing(world, monkeypatch):
     assert all(torch.equal(v, start[k]) for k, v in weights(world, "sdpo-none").items())
 
 
-# --- verifier ------------------------------------------------------------------------------------------------------------------
+# --- verifier ----------------------------------------------------------------------------------------------
 
 
 KINDS = ("gsm8k", "svamp", "math", "arc")
-# Pieces that have hung or crashed graders: unbalanced brackets, half commands, towers, marks, endless numbers.
+# Pieces that have hung or crashed graders: unbalanced brackets, half commands, towers, marks, long numbers.
 NASTY = ["(", ")", "{", "}", "\\", "\\boxed{", "\\frac{", "\\frac1", "\\text{", "\\sqrt", "\\left", "^{9",
-         "9^{9^{9^{9}}}", "9", "1,", "1,234,", "123 ", "1/", "3/0 ", "1e9", "1e999999999", "-", "=", ".", ", ", "? ",
-         " ", "\n", "\t", "\0", "####", "#### 5\n", "**", "<think>", "</think>", "<answer>", "Answer: ", "answer is ",
-         "A: 1\n", "(A) ", "A or ", "Question:\n", "5 or ", "not ", "−", "½", "²", "٣", "\u2003", "\ud800", "😀", "a"]
+         "9^{9^{9^{9}}}", "9", "1,", "1,234,", "123 ", "1/", "3/0 ", "1e9", "1e999999999", "-", "=", ".",
+         ", ", "? ", " ", "\n", "\t", "\0", "####", "#### 5\n", "**", "<think>", "</think>",
+         "<answer>", "Answer: ", "answer is ", "A: 1\n", "(A) ", "A or ", "Question:\n",
+         "5 or ", "not ", "−", "½", "²", "٣",
+         "\u2003", "\ud800", "😀", "a"]
 
 
 def lines(name):
@@ -830,7 +832,8 @@ def lines(name):
 CASES = [  # kind, completion, gold, reward, why; most come in pairs, a right and a wrong gold
     # the marked line
     ("gsm8k", "Uma plants 7 rows of 9 leeks, 7 * 9 = <<7*9=63>>63.\n#### 63", "63", 1, "marked answer"),
-    ("gsm8k", 'A line such as "#### 8" ends it. Now 6 * 9 = 54.\n#### 54', "54", 1, "quoted format, then the answer"),
+    ("gsm8k", 'A line such as "#### 8" ends it. Now 6 * 9 = 54.\n#### 54',
+     "54", 1, "quoted format, then the answer"),
     ("gsm8k", "#### 71\nI missed the two spare ones.\n#### 73", "71", 0, "withdrawn mark"),
     ("gsm8k", "The answer is 26.\n####", "26", 0, "an empty last mark is an empty answer"),
     ("gsm8k", "#### \\boxed{26}", "26", 1, "box on the marked line"),
@@ -855,11 +858,13 @@ CASES = [  # kind, completion, gold, reward, why; most come in pairs, a right an
     ("gsm8k", "\\boxed{14\\sqrt{2}}", "14", 0, "factor of a root"),
     ("gsm8k", "#### 20-25", "20", 0, "range"),
     ("gsm8k", "#### ", "", 0, "an empty gold is never right"),
-    ("svamp", "#### 3/0", "see table", 0, "nor is a gold without a number, even if the reply has none either"),
+    ("svamp", "#### 3/0",
+     "see table", 0, "nor is a gold without a number, even if the reply has none either"),
     ("svamp", "12 + 19 = 31\n#### 31", "31.0", 1, "gold stored as a float"),
     ("svamp", "#### 310", "31.0", 0, "the dot of the gold is not dropped"),
     # a box, a tag, a statement
-    ("gsm8k", "\\boxed{15} at first, \\boxed{16} in the end, for 3 people.", "16", 1, "last box, before later numbers"),
+    ("gsm8k", "\\boxed{15} at first, \\boxed{16} in the end, for 3 people.",
+     "16", 1, "last box, before later numbers"),
     ("gsm8k", "The answer is \\boxed{1", "1", 0, "box cut off: the number may go on"),
     ("svamp", "<answer>77</answer> since 70 + 7 = 77", "77", 1, "tag"),
     ("svamp", "<answer></answer>", "77", 0, "empty tag"),
@@ -878,8 +883,10 @@ CASES = [  # kind, completion, gold, reward, why; most come in pairs, a right an
     ("gsm8k", "First 5 * 14 = 70, which then gets shared by", "70", 0, "cut off after the number"),
     ("gsm8k", "The price is 5 * 14.", "14", 0, "product left unfinished"),
     # whose words
-    ("gsm8k", "5 * 8 = 40\n#### 40\n\nQuestion: Ed owns 2 dogs.\nAnswer: 2\n#### 2", "40", 1, "run-on question cut"),
-    ("gsm8k", "5 * 8 = 40\n#### 40\n\nQuestion: Ed owns 2 dogs.\nAnswer: 2\n#### 2", "2", 0, "answer to the run-on"),
+    ("gsm8k", "5 * 8 = 40\n#### 40\n\nQuestion: Ed owns 2 dogs.\nAnswer: 2\n#### 2",
+     "40", 1, "run-on question cut"),
+    ("gsm8k", "5 * 8 = 40\n#### 40\n\nQuestion: Ed owns 2 dogs.\nAnswer: 2\n#### 2",
+     "2", 0, "answer to the run-on"),
     ("gsm8k", "I give up.\nProblem 2: What is 4 + 4?\n#### 8", "8", 0, "only the run-on is answered"),
     ("gsm8k", "Question: Add 15 to 4.", "4", 0, "echo alone"),
     ("gsm8k", "How many are 15 and 4?", "4", 0, "a question is no answer"),
@@ -889,8 +896,10 @@ CASES = [  # kind, completion, gold, reward, why; most come in pairs, a right an
     ("gsm8k", "<think>5 + 1, so #### 6", "6", 0, "thinking never closed"),
     # math
     ("math", "29", "29", 0, "no box"),
-    ("math", "It goes in \\boxed{}. 5*7=35.\n\\[\n\\boxed{35}\n\\]", "35", 1, "display math after an empty box"),
-    ("math", "I get \\boxed{8}. No: \\boxed{3}\n\nProblem: 1+1?\n\\boxed{2}", "3", 1, "last box before a run-on"),
+    ("math", "It goes in \\boxed{}. 5*7=35.\n\\[\n\\boxed{35}\n\\]",
+     "35", 1, "display math after an empty box"),
+    ("math", "I get \\boxed{8}. No: \\boxed{3}\n\nProblem: 1+1?\n\\boxed{2}",
+     "3", 1, "last box before a run-on"),
     ("math", "\\boxed{\\dfrac{4}{11}}", "\\frac{4}{11}", 1, "nested braces"),
     ("math", "\\boxed{4/11}", "\\frac4{11}", 1, "slash for a fraction"),
     ("math", "\\boxed{4/11}", "4", 0, "numerator only"),
@@ -1162,6 +1171,15 @@ CASES = [  # kind, completion, gold, reward, why; most come in pairs, a right an
     ("arc", "The answer is D is wrong.", "D", 0, "chosen, or denied and undecided"),
     ("arc", "Grade A is the best choice.", "A", 0, "chosen, or denied and undecided"),
     ("arc", "Hepatitis B is the answer.", "B", 0, "chosen, or denied and undecided"),
+    # two units, a share, a remark behind the mark
+    ("gsm8k", "#### 3 hours 20 minutes", "3", 0, "two units are one quantity"),
+    ("gsm8k", "#### $5 and 50 cents", "5", 0, "so are dollars and cents"),
+    ("gsm8k", "#### 18 out of 20", "18", 0, "a share"),
+    ("gsm8k", "#### 28\n(The answer is in eggs.)", "28", 1, "a remark is no second answer"),
+    ("gsm8k", "#### 14\nWait, that is wrong. The answer is 28.", "14", 0, "withdrawn by a later statement"),
+    ("gsm8k", "#### 14\nWait, that is wrong. The answer is 28.", "28", 1, "the later statement"),
+    ("gsm8k", "#### 28\nIf she had three more, the answer would be 31.", "31", 0, "a supposition"),
+    ("gsm8k", "#### 28\nIf she had three more, the answer would be 31.", "28", 1, "the mark before it"),
     # a statement in doubt
     ("gsm8k", "I don't think the answer is 8.", "8", 0, "doubt is no statement"),
     ("gsm8k", "The answer is 8? Let me see.", "8", 0, "doubt is no statement"),
@@ -1181,7 +1199,8 @@ def test_case(kind, completion, gold, reward, why):
 
 def test_shared_cases():
     rows = lines("verifier_cases.jsonl")
-    assert [row for row in rows if m3.verify(row["completion"], row["gold"], row["kind"]) != row["reward"]] == []
+    for row in rows:
+        assert m3.verify(row["completion"], row["gold"], row["kind"]) == row["reward"], row
 
 
 @pytest.mark.parametrize("name, rows", [("gsm8k_train", 7473), ("gsm8k_test", 1319)])
@@ -1189,7 +1208,8 @@ def test_gsm8k_golds(name, rows):
     answers = [row["answer"] for row in lines(f"data/{name}.jsonl")]
     golds = [answer.rpartition("####")[2].strip() for answer in answers]
     assert len(golds) == rows
-    assert [gold for answer, gold in zip(answers, golds) if m3.verify(answer, gold, "gsm8k") != 1] == []
+    for answer, gold in zip(answers, golds, strict=True):
+        assert m3.verify(answer, gold, "gsm8k") == 1, answer
     assert [gold for gold in golds if m3.verify(f"#### {gold}", gold, "gsm8k") != 1] == []
     assert [gold for gold in golds if m3.verify(f"#### {gold}1", gold, "gsm8k") != 0] == []
 
@@ -1215,7 +1235,7 @@ def test_real_replies():
 def test_nasty_text(size):
     """0 or 1, no exception, and a second at most, whatever the text or the gold."""
     rng = random.Random(size)
-    for trial in range(8 if size > 5000 else 100):
+    for _ in range(8 if size > 5000 else 100):
         pieces = rng.choices(NASTY, k=rng.choice((1, 1, 2, 4, 40)))
         text = "".join(rng.choices(pieces, k=size))[:size]
         text = rng.choice(("", "#### ", "\\boxed{", "Answer: ", "The total is 6 ")) + text
@@ -1239,7 +1259,8 @@ def test_long_runs(piece):
 @pytest.mark.parametrize("gold", ["0", "7", "-12", "1,250", "3.50", "9007199254740993", "3/4", "9" * 900])
 def test_gold_verifies_against_itself(gold):
     assert m3.verify(f"#### {gold}", gold, "gsm8k") == m3.verify(f"\\boxed{{{gold}}}", gold, "math") == 1
-    assert m3.verify(f"#### {gold}", f"{gold}5", "gsm8k") == m3.verify(f"\\boxed{{{gold}5}}", gold, "math") == 0
+    assert m3.verify(f"#### {gold}", f"{gold}5", "gsm8k") == 0
+    assert m3.verify(f"\\boxed{{{gold}5}}", gold, "math") == 0
 
 
 def test_unknown_kind_is_a_programming_error():
