@@ -605,6 +605,29 @@ def test_hints_that_err():
     assert text.count(row["solution"]) == text.count(row["misled"]["solution"]) == 1
 
 
+def test_a_second_toy_task_is_one_entry(world, monkeypatch):
+    """--model sum, --dataset sum: problems, words and a corpus; prompts and verifier are the kind's."""
+    def sums(flags):
+        rows = [{"question": f"{a} + {b}", "solution": f"#### {a + b}", "answer": str(a + b), "kind": "toy"}
+                for a in range(5) for b in range(5)]
+        return {"train": rows[:20], flags.eval_split: rows[20:]}
+
+    def corpus(rng, count, larger):
+        pairs = [(rng.randrange(5), rng.randrange(5)) for _ in range(count)]
+        return [(f"{a} + {b} Answer :", f"#### {a + b}") for a, b in pairs]
+
+    words = ["<pad>", "<eos>", "<unk>", "\n", "+", "####", "Answer", "Hint", ":", *map(str, range(9))]
+    monkeypatch.setitem(train.TASKS, "sum", train.Task(sums, corpus, words))
+    monkeypatch.setattr(train, "OWN_MODEL", [*train.OWN_MODEL, "sum"])
+    folder = world / train.toy_path(task="sum")
+    train.toy_base_model(0, steps=1, task="sum").save_pretrained(folder)
+    train.toy_tokenizer(words).save_pretrained(folder)
+    log = run(world, "--model", "sum", "--dataset", "sum", "--out", "sum", "--steps", "1")
+    assert len(log) == 2 and folder.name.startswith("sum-base-")
+    prompts = {line["prompt"] for line in records(world / "sum", "samples")}
+    assert len(prompts) == 4 and all(re.fullmatch(r"\d \+ \d", prompt) for prompt in prompts)
+
+
 def test_command_line_in_its_own_process(world):
     done = subprocess.run([sys.executable, str(HERE / "train.py"), *FAST, "--out", "cli"], cwd=world, capture_output=True,
                           text=True, timeout=120)
@@ -1401,6 +1424,37 @@ def test_lora_run_resumes_and_saves_a_merged_model(world, rewarded, kind):
     assert not info["missing_keys"] and not info["unexpected_keys"]
     moved = {k for k, v in loaded.state_dict().items() if not torch.equal(v, start[k])}
     assert moved and all(("mlp" in k or "attn" in k) and k.endswith("weight") for k in moved)  # no norm, head or embedding
+
+
+def test_a_run_keeps_its_date(world, rewarded, monkeypatch):
+    """A chat template writes the day: a run resumed on another day reads the prompts that it began with."""
+    argv = real_world(world, "qwen3", "dated")
+    tok = transformers.AutoTokenizer.from_pretrained(world / "dated")
+    tok.chat_template = DATED
+    tok.save_pretrained(world / "dated")
+    prompts, prompt_text = [], m3.prompt_text
+
+    def kept(*args, **kw):
+        prompts.append(prompt_text(*args, **kw))
+        return prompts[-1]
+    monkeypatch.setattr(m3, "prompt_text", kept)
+    run(world, *argv, "--method", "sdpo", "--out", "dated-run", "--steps", "1", read=False)
+    config = json.loads((world / "dated-run" / "config.json").read_text())
+    assert abs(datetime.date.today() - datetime.date.fromisoformat(config["date"])).days <= 1
+    (world / "dated-run" / "config.json").write_text(json.dumps(config | {"date": "2001-02-03"}))
+    prompts.clear()
+    run(world, "--resume", "dated-run", "--steps", "2", read=False)
+    assert {text[:11] for text in prompts} == {"03 Feb 2001"} and any("own words" in text for text in prompts)
+
+
+def test_hint_error_is_what_the_teacher_reads(world, rewarded, monkeypatch):
+    read, reference_text = [], m3.reference_text
+    monkeypatch.setattr(m3, "reference_text", lambda *a: read.append(reference_text(*a)) or read[-1])
+    run(world, "--hint-error", "0.5", "--steps", "1", "--out", "misled", read=False)
+    rows = train.toy_rows(4096, 0, hint_error=0.5)
+    assert read[:4096] == [reference_text(row, "solution") for row in rows]
+    assert 0.4 < sum("misled" in row for row in rows) / 4096 < 0.5
+    run(world, "--hint-error", "0.5", "--dataset", "gsm8k", "--model", "anything", code=2)
 
 
 @pytest.mark.parametrize("extra", [["--gradient-checkpointing"], ["--sample-batch", "1"], ["--vocab-chunk", "3"]])

@@ -116,6 +116,8 @@ def parse_flags(argv):
          lambda v: v is None or v > 0, type=float)
     flag(g, "--distill-scale", 1.0, "factor on the teacher's loss and residuals, above 0: the lever on kappa", above_0)
     flag(g, "--hint", "solution", "what the privileged teacher sees", choices=["solution", "answer"])
+    flag(g, "--hint-error", 0.0, "toy world: share of problems whose teacher is shown a wrong solution, in [0, 1]",
+         lambda v: 0 <= v <= 1)
     flag(g, "--reduction", "response", "1/N per response then mean, or one mean over tokens", choices=["response", "token"])
     g = parser.add_argument_group("method")
     flag(g, "--alpha", 0.5, "hybrid: weight of distillation, in [0, 1]", lambda v: 0 <= v <= 1)
@@ -157,6 +159,7 @@ def parse_flags(argv):
     flag(g, "--seeds", 3, "seeds 0, 1, ... of a comparison, at least 1", at_least_1)
     g.add_argument("--plot", nargs="+", metavar="FOLDER", help="draw curves.png into the first FOLDER and stop")
 
+    parser.set_defaults(date=datetime.date.today().isoformat())  # kept in config.json, for m3.prompt_text
     argv = sys.argv[1:] if argv is None else argv
     flags = parser.parse_args(argv)
     argv = PRESETS.get(flags.preset, "").split() + [*argv]
@@ -172,18 +175,20 @@ def parse_flags(argv):
             fail(f"--{name.replace('_', '-')} {value} is out of range: {texts[name]}")
     WORLD == 1 or not flags.compare or fail("--compare starts its own processes: leave out torchrun")
     flags.prompts_per_step % WORLD and fail(f"--prompts-per-step must be a multiple of the {WORLD} processes")
-    if flags.model == "toy" != flags.dataset:
-        fail("--dataset: the toy model only knows the toy world; give a --model")
-    if flags.model != "toy" and {flags.teacher, *(flags.compare or ())} & {*TOY_TEACHERS}:
+    if flags.model in OWN_MODEL and flags.model != flags.dataset:
+        fail(f"--dataset: the {flags.model} model only knows the {flags.model} world; give a --model")
+    if flags.model not in OWN_MODEL and {flags.teacher, *(flags.compare or ())} & {*TOY_TEACHERS}:
         fail(f"--compare-teachers, --teacher {' and '.join(TOY_TEACHERS)} are the toy world's; give a folder or hub id")
     if flags.method in ("rlsd", "sdpo") and (flags.lora_rank or flags.teacher != "privileged"):
         fail(f"--method {flags.method} moves its teacher along: it needs --lora-rank 0 and --teacher privileged")
+    if flags.hint_error and flags.dataset not in OWN_MODEL:
+        fail("--hint-error is the toy world's: leave it out, or take --dataset toy")
     if flags.probe:
         flags.method, flags.steps, flags.stats_every, flags.kdr_every = "hybrid", 10, 1, 1
     if flags.device == "auto":
         flags.device = "cuda" if torch.cuda.is_available() else "cpu"
     if flags.dtype == "auto":
-        flags.dtype = "bfloat16" if "cuda" in flags.device and flags.model != "toy" else "float32"
+        flags.dtype = "bfloat16" if "cuda" in flags.device and flags.model not in OWN_MODEL else "float32"
     if flags.method == "m3-eg" and flags.dtype == "bfloat16" and not flags.lora_rank:
         fail("--method m3-eg: its inner step is lost in bfloat16 weights; take --dtype float32 or --lora-rank")
     return flags
@@ -678,18 +683,14 @@ def evaluate(model, tokenizer, rows, flags, eos_ids, prompt="prompt_ids"):
 def load(flags, device):
     """(model as it starts, other teacher or None, tokenizer, eos_ids, few-shot rows, problems, held-out problems)."""
     torch.set_num_threads(flags.threads or torch.get_num_threads()), transformers.utils.logging.disable_progress_bar()
-    toy, dtype, other = flags.model == "toy", getattr(torch, flags.dtype), None
-    if flags.dataset == "toy":  # the held-out problems are the same for every seed
-        parts = [[row | {"kind": "toy" if toy else "gsm8k"} for row in rows]
-                 for rows in (toy_rows(4096, flags.seed), toy_rows(flags.eval_limit, 0, heldout=True))]
-    else:  # progress is watched on validation rows; the test split is for --eval-split test, once, at the end
-        fields = {name: vars(flags)[f"{name}_field"] for name in FIELDS}
-        parts = [load_rows(flags.dataset, split, fields, 0) for split in ("train", flags.eval_split)]
+    own, dtype, other = flags.model in OWN_MODEL, getattr(torch, flags.dtype), None
+    rows = TASKS.get(flags.dataset, FILES).problems(flags)
+    parts = [rows["train"], rows[flags.eval_split]]
     for turn in (False, True):  # rank 0 first: models that it makes or downloads, the others find
         if turn == (RANK > 0):
-            base, tokenizer, eos_ids = load_model(toy_model() if toy else flags.model, dtype, device)
+            base, tokenizer, eos_ids = load_model(toy_model(task=flags.model) if own else flags.model, dtype, device)
             if flags.teacher != "privileged":  # another model, which reads the student's own prompt
-                path = toy_model(flags.teacher) if flags.teacher in TOY_TEACHERS else flags.teacher
+                path = toy_model(flags.teacher, flags.model) if flags.teacher in TOY_TEACHERS else flags.teacher
                 other, its_tokenizer, _ = load_model(path, dtype, device, "--teacher")
                 with or_fail(f"--teacher {flags.teacher} does not fit"):
                     m3.check_teacher(tokenizer, its_tokenizer, (flags.model, flags.teacher),
@@ -698,7 +699,7 @@ def load(flags, device):
     context = min(getattr(m.config.get_text_config(), "max_position_embeddings", None) or 10**9 for m in (base, other or base))
     shots = parts[0][:flags.few_shot]
     problems, held_out = (encode_rows(rows, tokenizer, context, flags.max_new_tokens, shots,
-                                      "none" if other else flags.hint) for rows in parts)
+                                      "none" if other else flags.hint, flags.date) for rows in parts)
     top = max(tokenizer.pad_token_id, *(max(r["prompt_ids"] + r["teacher_ids"]) for r in problems + held_out))
     if top >= (known := base.get_input_embeddings().num_embeddings):
         fail(f"--model {flags.model}: its tokenizer gives id {top}, it has {known} embeddings: not of one model")
@@ -829,7 +830,7 @@ def train(flags):
         siblings, hinted = [0] * rows_here, [problem["teacher_ids"] for problem in owner]
         if flags.method == "sdpo":  # its teacher reads a successful other response
             siblings = m3.sdpo_siblings(rewards.tolist(), group)
-            hinted = m3.encode(tokenizer, [m3.prompt_text(tokenizer, owner[b], shots, texts[i]) for b, i in enumerate(siblings)])
+            hinted = m3.encode(tokenizer, [m3.prompt_text(tokenizer, owner[b], shots, texts[i], flags.date) for b, i in enumerate(siblings)])
         look = flags.method in GATE or due(flags.kdr_every, step)
         alone = flags.method == "grpo" and not look and wanted == ["update"]  # nobody asks the teacher: it is not run
 
@@ -1105,8 +1106,8 @@ def compare(flags):
     """METHODS or TEACHERS x seeds, each in its own single-threaded process; finished runs are kept, broken ones resumed."""
     out, names = pathlib.Path(flags.out or f"runs/{flags.preset or 'compare'}"), flags.compare
     out.mkdir(parents=True, exist_ok=True)
-    if flags.model == "toy":  # made before the children start, so that it is made once
-        [toy_model(kind) for kind in {"base", flags.teacher, *names} & {"base", *TOY_TEACHERS}]
+    if flags.model in OWN_MODEL:  # made before the children start, so that it is made once
+        [toy_model(kind, flags.model) for kind in {"base", flags.teacher, *names} & {"base", *TOY_TEACHERS}]
     passed = [x for k, v in vars(flags).items() if k not in [*NOT_SAVED, "out"] and v != flags.defaults[k]
               for x in ([f"--{k.replace('_', '-')}"] + ([] if v is True else [str(v)]))]
 
