@@ -9,6 +9,7 @@ import ast
 import contextlib
 import copy
 import csv
+import datetime
 import html
 import inspect
 import io
@@ -17,6 +18,7 @@ import math
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import socket
@@ -714,10 +716,87 @@ def test_toy_world(world):
         assert m3.verify(tokenizer.decode(ids), row["answer"], "gsm8k") == 1
         wrong = str(int(row["answer"]) + 1)
         assert m3.verify(tokenizer.decode(ids), wrong, "gsm8k") == 0
-        student, teacher = (tokenizer(m3.prompt_text(tokenizer, row, reference=hint))["input_ids"] for hint in ("", row["solution"]))
-        assert student[-2:] == teacher[-2:] and row["solution"] not in m3.prompt_text(tokenizer, row)
+        texts = [m3.prompt_text(tokenizer, row, reference=hint) for hint in ("", row["solution"])]
+        student, teacher = m3.encode(tokenizer, texts)
+        assert student[-2:] == teacher[-2:] and row["solution"] not in texts[0]
+        assert [tokenizer.decode(ids) for ids in (student, teacher)] == texts
     held = {row["question"].split(" ", 1)[1] for row in rows[400:]}
     assert not held & {row["question"].split(" ", 1)[1] for row in rows[:400]}
+
+
+def test_toy_problems_stay_what_they_were():
+    """The published tables are of these problems: by number, not by another run of the same code."""
+    first, *_, last = train.toy_rows(4096, 0)
+    assert first == {
+        "question": "Dua has 15 keys , loses 2 , gets 4 , doubles them . How many ?",
+        "solution": "15 - 2 = 13\n13 + 4 = 17\n17 * 2 = 34\n#### 34", "answer": "34", "kind": "toy"}
+    assert (last["question"], last["answer"]) == (
+        "Eli has 3 nuts , gets 5 . How many ?", "8")
+    held = train.toy_rows(200, 0, heldout=True)[-1]
+    assert held["question"] == "Hana has 9 figs , loses 3 , loses 1 , loses 1 . How many ?"
+
+
+def test_toy_tokenizer_reads_signs_that_touch_a_word():
+    tokenizer = train.toy_tokenizer()
+    spaced = "Ann has 3 pens , gets 4 . How many ? Hint : 3 + 4 = 7\n#### 7\nAnswer :"
+    close = "Ann has 3 pens, gets 4. How many? Hint: 3+4=7\n####7\nAnswer:"
+    assert m3.encode(tokenizer, [close]) == m3.encode(tokenizer, [spaced])
+    assert tokenizer.decode(m3.encode(tokenizer, [close])[0]) == spaced
+    close, spaced = m3.encode(tokenizer, ["Ann,Bob  has 5-2*2\n\n", "Ann , Bob has 5 - 2 * 2 \n \n"])
+    assert close == spaced
+    assert tokenizer("Ann<eos>")["input_ids"] == [tokenizer.convert_tokens_to_ids("Ann"), EOS]
+    assert tokenizer("pen, 100")["input_ids"].count(tokenizer.unk_token_id) == 2
+
+
+def test_hints_that_err():
+    rows = {share: train.toy_rows(1000, 1, hint_error=share) for share in (0.0, 0.25, 0.5, 1.0)}
+    misled = {share: {row["question"] for row in part if "misled" in row} for share, part in rows.items()}
+    assert [len(names) for names in misled.values()] == [0, 228, 475, 980]  # 20 of 1000: 2 + 2 = 2 * 2
+    assert misled[0.25] < misled[0.5] < misled[1.0]  # by the numbers of the problem: nested, for every seed
+    for part in rows.values():
+        assert [{**row, "misled": 0} for row in part] == [{**row, "misled": 0} for row in rows[0.0]]
+    tokenizer = train.toy_tokenizer()
+    for row in rows[1.0]:
+        honest = {name: value for name, value in row.items() if name != "misled"}
+        assert m3.verify(row["solution"], row["answer"], "toy") == 1
+        assert m3.prompt_text(tokenizer, row) == m3.prompt_text(tokenizer, honest)
+        for hint in ("solution", "answer"):
+            shown = m3.reference_text(row, hint)
+            if "misled" not in row:
+                assert shown == m3.reference_text(honest, hint) and "2 * 2 = 4" in row["solution"]
+                continue
+            assert m3.verify(shown, row["answer"], "toy") == 0
+            assert shown.endswith(f"#### {row['misled']['answer']}")
+            assert shown.startswith("####") == (hint == "answer")
+    for ops, solution in (([("*", 2)], "5 + 2 = 7\n#### 7"), ([("+", 3)], "5 - 3 = 2\n#### 2"),
+                          ([("+", 1), ("-", 2)], "5 + 1 = 6\n6 + 2 = 8\n#### 8")):
+        assert train.toy_misled(5, ops, 1.0)["solution"] == solution
+    row = rows[1.0][0] | {"kind": "gsm8k"}  # a real model's examples are right, whatever its teacher is shown
+    text = m3.prompt_text(tokenizer, ROW, shots=[row], reference=m3.reference_text(row, "solution"))
+    assert text.count(row["solution"]) == text.count(row["misled"]["solution"]) == 1
+
+
+def test_a_second_toy_task_is_one_entry(world, monkeypatch):
+    """--model sum, --dataset sum: problems, words and a corpus; prompts and verifier are the kind's."""
+    def sums(flags):
+        rows = [{"question": f"{a} + {b}", "solution": f"#### {a + b}", "answer": str(a + b), "kind": "toy"}
+                for a in range(5) for b in range(5)]
+        return {"train": rows[:20], flags.eval_split: rows[20:]}
+
+    def corpus(rng, count, larger):
+        pairs = [(rng.randrange(5), rng.randrange(5)) for _ in range(count)]
+        return [(f"{a} + {b} Answer :", f"#### {a + b}") for a, b in pairs]
+
+    words = ["<pad>", "<eos>", "<unk>", "\n", "+", "####", "Answer", "Hint", ":", *map(str, range(9))]
+    monkeypatch.setitem(train.TASKS, "sum", train.Task(sums, corpus, words))
+    monkeypatch.setattr(train, "OWN_MODEL", [*train.OWN_MODEL, "sum"])
+    folder = world / train.toy_path(task="sum")
+    train.toy_base_model(0, steps=1, task="sum").save_pretrained(folder)
+    train.toy_tokenizer(words).save_pretrained(folder)
+    log = run(world, "--model", "sum", "--dataset", "sum", "--out", "sum", "--steps", "1")
+    assert len(log) == 2 and folder.name.startswith("sum-base-")
+    prompts = {line["prompt"] for line in records(world / "sum", "samples")}
+    assert len(prompts) == 4 and all(re.fullmatch(r"\d \+ \d", prompt) for prompt in prompts)
 
 
 def test_command_line_in_its_own_process(world):
@@ -1316,19 +1395,13 @@ def tiny_model(kind, **kw):
     return model(config(**common)).eval()
 
 
-@pytest.fixture(autouse=True)
-def fresh_files(monkeypatch):
-    """A run reads its data set once and keeps it; tests write another one under the same name."""
-    monkeypatch.setattr(train, "read_parts", train.read_parts.__wrapped__)
-
-
 def write(path, rows):
     path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
 
 
 def one_row(tmp_path, row, fields=NONE):
-    return train.load_rows(write(tmp_path / "x.jsonl", [row]), "train", fields, 0)[0]
+    return train.load_rows(write(tmp_path / "x.jsonl", [row]), fields, 0, ["train"])["train"][0]
 
 
 # --- rows ---------------------------------------------------------------------------------------------------------
@@ -1336,12 +1409,13 @@ def one_row(tmp_path, row, fields=NONE):
 
 @with_files
 def test_all_shared_rows_load(capsys):
-    splits = {s: train.load_rows(str(SHARED), s, NONE, 0) for s in ("train", "validation", "test")}  # gsm8k_{train,test}
+    splits = train.load_rows(str(SHARED), NONE, 0)  # gsm8k_train, gsm8k_test
     assert {s: len(r) for s, r in splits.items()} == {"train": 6973, "validation": 500, "test": 1319}
     assert {r["kind"] for rows in splits.values() for r in rows} == {"gsm8k"}
     assert len({r["question"] for rows in splits.values() for r in rows}) == 7473 + 1319  # nothing in two splits
     assert not any("<<" in r["solution"] for r in splits["train"]) and "####" in splits["train"][0]["solution"]
-    svamp = [r for s in splits for r in train.load_rows(str(SHARED / "svamp.json"), s, NONE, 0)]
+    parts = train.load_rows(str(SHARED / "svamp.json"), NONE, 0)
+    svamp = [r for s in splits for r in parts[s]]
     assert len(svamp) == 1000 and {r["kind"] for r in svamp} == {"svamp"}
     assert svamp[0]["question"].endswith("pack, How much do you have to pay to buy each pack?")
     assert (svamp[0]["answer"], svamp[0]["solution"]) == ("51", "( 76 - 25 ) = 51")
@@ -1372,46 +1446,174 @@ def test_layouts(tmp_path):
 def test_files(tmp_path):
     rows = [{"question": f"q\u2028{i}", "answer": f"so\n#### {i}"} for i in range(50)]
     def same(path):
-        everything = [r["answer"] for s in ("train", "validation", "test") for r in train.load_rows(str(path), s, NONE, 0)]
-        assert sorted(map(int, everything)) == list(range(50))
-        return train.load_rows(str(path), "train", NONE, 0)
+        parts = train.load_rows(str(path), NONE, 0)
+        assert sorted(int(r["answer"]) for part in parts.values() for r in part) == list(range(50))
+        return parts
     first = same(write(tmp_path / "a.jsonl", rows))
     (tmp_path / "array.jsonl").write_text(json.dumps(rows, indent=1))  # Hd12
     with open(tmp_path / "a.csv", "w", newline="", encoding="utf-8-sig") as file:
         writer = csv.DictWriter(file, ["question", "answer"])
-        writer.writeheader(), writer.writerows(rows)
+        writer.writeheader()
+        writer.writerows(rows)
     import datasets
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
     assert all(same(tmp_path / name) == first for name in ("array.jsonl", "a.csv", "a.parquet"))
-    assert train.load_rows(str(tmp_path / "a.jsonl"), "train", NONE, 1) != first  # another seed holds out other rows
-    (tmp_path / "folder").mkdir()
-    write(tmp_path / "folder/train-00000-of-00002.jsonl", rows[:20]), write(tmp_path / "folder/train-00001-of-00002.jsonl", rows[20:30])
-    write(tmp_path / "folder/dev.json", rows[30:40]), write(tmp_path / "folder/test.jsonl", rows[40:])
-    sizes = [len(train.load_rows(str(tmp_path / "folder"), s, NONE, 0)) for s in ("train", "validation", "test")]
-    assert sizes == [30, 10, 10]
+    other = train.load_rows(str(tmp_path / "a.jsonl"), NONE, 1)
+    assert other["train"] != first["train"]  # another seed holds out other rows
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder / "train-00000-of-00002.jsonl", rows[:20])
+    write(folder / "train-00001-of-00002.jsonl", rows[20:30])
+    write(folder / "dev.json", rows[30:40])
+    write(folder / "test.jsonl", rows[40:])
+    parts = train.load_rows(str(folder), NONE, 0)
+    assert {name: len(part) for name, part in parts.items()} == {"train": 30, "validation": 10, "test": 10}
+
+
+def test_cells_stay_as_they_stand(tmp_path):
+    """What a reader that guesses column types changes or refuses."""
+    def golds(name, text, encoding="utf-8"):
+        (tmp_path / name).write_text(text, encoding)
+        return [r["answer"] for r in train.load_rows(str(tmp_path / name), NONE, 0, ["train"])["train"]]
+    assert golds("a.csv", 'question,answer\na,007\nb,1.50\nc,7\n"d, e",x\n') == ["007", "1.50", "7", "x"]
+    mixed = '{"question": "a", "answer": 7}\n\n{"answer": "x+1", "question": "b", "why": {"x": 1}}\n'
+    assert golds("a.jsonl", mixed) == ["7", "x+1"]
+    assert golds("b.json", '{"question": "a", "answer": "2020-01-02"}\r\n', "utf-8-sig") == ["2020-01-02"]
 
 
 def test_math_500_is_cut_in_three(monkeypatch):
     import datasets
     rows = [{"problem": f"p{i}", "solution": f"\\boxed{{{i}}}", "answer": str(i)} for i in range(500)]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *name: {"test": rows} if name == ("HuggingFaceH4/MATH-500",) else 1 / 0)
-    parts = [train.load_rows("math", s, NONE, 0) for s in ("train", "validation", "test")]
-    assert [len(p) for p in parts] == [350, 50, 100] and len({r["question"] for p in parts for r in p}) == 500
+    known = {("HuggingFaceH4/MATH-500",): {"test": rows}}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name: known[name])
+    parts = train.load_rows("math", NONE, 0)
+    assert [len(parts[name]) for name in ("train", "validation", "test")] == [350, 50, 100]
+    assert len({r["question"] for part in parts.values() for r in part}) == 500
 
 
 def test_bad_golds_are_counted_and_named(tmp_path, capsys):
-    rows = [{"question": f"q{i}", "answer": f"#### {i}"} for i in range(30)] + [{"question": "odd", "answer": "#### n/a"}]
-    got = [r for s in ("train", "validation", "test") for r in train.load_rows(write(tmp_path / "x.jsonl", rows), s, NONE, 0)]
+    rows = [{"question": f"q{i}", "answer": f"#### {i}"} for i in range(30)]
+    rows.append({"question": "odd", "answer": "#### n/a"})
+    parts = train.load_rows(write(tmp_path / "x.jsonl", rows), NONE, 0)
+    got = [r for part in parts.values() for r in part]
     assert len(got) == 30 and {r["kind"] for r in got} == {"gsm8k"}
     out = capsys.readouterr().out
-    assert "1 of " in out and "odd -> n/a" in out and out.count("\n") == 1
+    assert "1 rows left out" in out and "odd -> n/a" in out and out.count("\n") == 1
+
+
+USER = [{"role": "user", "content": "1 + 1?"}]
+
+
+@pytest.mark.parametrize("question, text", [
+    (USER, "1 + 1?"), (USER[0], "1 + 1?"), ([{"role": "system", "content": "Add."}, *USER], "Add.\n\n1 + 1?"),
+    ([{"content": [{"type": "text", "text": "1 + 1?"}], "role": "user"}], "1 + 1?"), (["1 + 1?"], "1 + 1?"),
+    (json.dumps(USER), "1 + 1?"), (str(USER), "1 + 1?"), ('[{"x": 1}] has how many keys?', None), (5, "5"),
+    ("[1, 2] has which sum?", None)])
+def test_questions_that_are_messages(tmp_path, question, text):
+    """TRL's and verl's layout, and the same as text, as a .csv holds it."""
+    for column in ("prompt", "question"):
+        assert one_row(tmp_path, {column: question, "answer": "2"})["question"] == (text or question)
+    row = one_row(tmp_path, {"prompt": question, "reward_model": {"style": "rule", "ground_truth": "2"}})
+    assert (row["question"], row["answer"]) == (text or question, "2")
+
+
+@pytest.mark.parametrize("answer, gold", [
+    (["1"], "1"), ('["1"]', "1"), ("['1']", "1"), ("[1]", "1"), ([7], "7"), ([["7"]], "7"), ([2.5], "2.5"),
+    ('["$\\\\frac{1}{2}$"]', r"$\frac{1}{2}$"), ("[1, 2]", "[1, 2]"), ("[0, 1)", "[0, 1)"),
+    ("{1, 2}", "{1, 2}"), (["1", "2"], None), ('["1", "2"]', None), ("""["1", '2']""", None),
+    ('[["1"]]', None), ([], None), ({"a": 1}, None), (True, None), (math.nan, None), (math.inf, None),
+    (None, None), ("NaN", None), ("", None), ("1\ud83d", None),
+    ([{"role": "assistant", "content": "2"}], None)])
+def test_golds_that_are_lists_or_no_text(tmp_path, capsys, answer, gold):
+    """A list of one is that one; several, or what is no text, is left out and named, never spelled out."""
+    rows = [{"problem": f"p{i}", "answer": "x + 1"} for i in range(9)]
+    rows.append({"problem": "odd", "answer": answer})
+    got = train.load_rows(write(tmp_path / "x.jsonl", rows), NONE, 0, ["train"])
+    golds = {r["question"]: r["answer"] for part in got.values() for r in part}
+    assert golds.get("odd") == gold and len(golds) == 9 + (gold is not None)
+    assert ("x.jsonl: 1 rows left out" in capsys.readouterr().out) == (gold is None)
+
+
+@pytest.mark.parametrize("question", [
+    "", None, math.nan, True, [], ["a", "b"], {"text": None}, [{"role": "user"}],
+    [{"role": "user", "content": None}], [*USER, {"role": "assistant", "content": "2"}], [*USER, "b"],
+    "Ann \ud83d has", [{"role": "user", "content": "\udc00"}], '[{"role": "user", "content": "cut'])
+def test_questions_that_are_no_text(tmp_path, capsys, question):
+    rows = [{"question": f"q{i}", "answer": str(i)} for i in range(9)]
+    rows.append({"question": question, "answer": "10"})
+    got = train.load_rows(write(tmp_path / "x.jsonl", rows), NONE, 0, ["train"])
+    assert sorted(int(r["answer"]) for part in got.values() for r in part) == list(range(9))
+    out = capsys.readouterr().out
+    assert "x.jsonl: 1 rows left out" in out and out.count("\n") == 1
+    out.encode()
+
+
+def test_solutions_may_lack(tmp_path):
+    for solution, text in ((None, ""), (math.nan, ""), (["first", "second"], "first"), ("<<1+1=2>>2", "2")):
+        assert one_row(tmp_path, {"question": "q", "answer": "2", "solution": solution})["solution"] == text
+
+
+def keys(rows):
+    return {" ".join(row["question"].lower().split()) for row in rows}
+
+
+def test_equal_questions_stay_in_one_split(tmp_path, capsys):
+    spellings = "What is {} ?", "what is {} ?", " What  is {} ?", "WHAT IS\n{} ? ", "What is {} ?"
+    rows = [{"question": text.format(i), "answer": str(i)} for text in spellings for i in range(40)]
+    parts = train.load_rows(write(tmp_path / "x.jsonl", rows), NONE, 0)
+    assert {name: len(part) for name, part in parts.items()} == {"test": 40, "validation": 20, "train": 140}
+    for a, b in (("train", "test"), ("train", "validation"), ("validation", "test")):
+        assert not keys(parts[a]) & keys(parts[b])
+    assert "x.jsonl: 160 of 200 rows ask what another asks" in capsys.readouterr().out
+
+
+def test_no_test_row_stands_in_train(tmp_path, capsys):
+    rows = [{"question": f"q {i}", "answer": str(i)} for i in range(60)]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder / "train.json", rows[:40] + rows[50:])
+    write(folder / "train-backup.json", [row | {"question": row["question"].upper()} for row in rows[:40]])
+    write(folder / "test.json", rows[50:])
+    parts = train.load_rows(str(folder), NONE, 0)
+    assert {name: len(part) for name, part in parts.items()} == {"test": 10, "validation": 8, "train": 72}
+    assert not keys(parts["train"]) & (keys(parts["test"]) | keys(parts["validation"]))
+    out = capsys.readouterr().out
+    assert "50 of 100 rows ask what another asks" in out and "10 whose question a held-out part" in out
+
+
+def test_a_large_file_is_read_once_under_bars(tmp_path, monkeypatch):
+    """Work is counted, not timed: each row once, each different gold once, the guess from 1000 rows."""
+    count, bars, read, verified = 3000, {}, [], []
+    rows = [{"question": f"q{i}", "answer": f"{i % 50}.5"} for i in range(count)]
+    path = write(tmp_path / "x.jsonl", rows)
+    bar, read_file, verify = train.bar, train.read_file, m3.verify
+
+    def counting_bar(rows, text):
+        bars[text.split(", ")[-1]] = len(rows)
+        return bar(rows, text)
+    monkeypatch.setattr(train, "bar", counting_bar)
+    monkeypatch.setattr(train, "read_file", lambda path: read.append(path) or read_file(path))
+    monkeypatch.setattr(m3, "verify", lambda *a: verified.append(a) or verify(*a))
+    train.gold_parses.cache_clear()
+    parts = train.load_rows(path, NONE, 0)
+    assert sum(map(len, parts.values())) == count and bars == {"train": count, "answers": count}
+    assert (len(read), len(verified)) == (1, 50)
+    encoded(tokenizer(), parts["train"])
+    assert bars["by the thousand"] == math.ceil(len(parts["train"]) / 1000)
+
+
+@pytest.mark.parametrize("kind", ["gsm8k", "math", "arc", "toy"])
+def test_plain_numbers_parse_without_the_verifier(kind):
+    for gold in ("7", "-12", "0", "007", "9" * 15, "9" * 16, "-", "1.5", "x", "", "B", "٣", "7\n"):
+        want = m3.verify(m3.FINISH[kind][0].format(gold), gold, kind) == 1 and gold.strip() != ""
+        assert (train.gold_parses(gold, kind) and gold.strip() != "") == want, gold
 
 
 @pytest.mark.usefixtures("failing")
 def test_data_errors(tmp_path):
     def line(dataset, split="train", fields=NONE):
         with pytest.raises(Failed) as error:
-            train.load_rows(str(dataset), split, fields, 0)
+            train.load_rows(str(dataset), fields, 0, [split])
         return str(error.value)
     (tmp_path / "empty.jsonl").write_text("")
     assert "empty.jsonl: 0 train rows" in line(tmp_path / "empty.jsonl")
@@ -1425,9 +1627,10 @@ def test_data_errors(tmp_path):
     assert "cannot be read" in line(tmp_path / "bad.jsonl") and "line 2" in line(tmp_path / "bad.jsonl")
     (tmp_path / "list.json").write_text('["a", "b"]')
     assert "cannot be read" in line(tmp_path / "list.json")
-    assert "0 train rows" in line((tmp_path / "nothing").mkdir() or tmp_path / "nothing")
+    (tmp_path / "nothing").mkdir()
+    assert "0 train rows" in line(tmp_path / "nothing")
     assert "0 test rows" in line(write(tmp_path / "y.jsonl", [{"prompt": "p", "answer": "7"}]), "test")
-    assert "0 of 1 train rows" in line(write(tmp_path / "y.jsonl", [{"prompt": "p", "answer": ""}]))
+    assert "0 usable train rows" in line(write(tmp_path / "y.jsonl", [{"prompt": "p", "answer": ""}]))
 
 
 # --- prompts ------------------------------------------------------------------------------------------------------
@@ -1492,6 +1695,30 @@ def test_length_filter(capsys):  # Hc10, Hd09, Hd11
     assert out.startswith("1 of 2 rows dropped") and "too long" in out and out.count("\n") == 1
     with pytest.raises(Failed, match="0 of 2 rows left after the length filter"):
         encoded(tok, [ROW, long], context=room - 1)
+
+
+DATED = "{{ strftime_now('%d %b %Y') }} {% for m in messages %}{{ m.content }} {% endfor %}"
+
+
+def test_the_date_in_a_prompt_is_given():
+    tok = tokenizer(DATED, words="31 Dec 2024")
+    assert m3.prompt_text(tok, ROW, date="2024-12-31").startswith("31 Dec 2024 Ann has 3")
+    assert m3.prompt_text(tok, ROW, [ROW], "3 + 4", "2024-12-31").startswith("31 Dec 2024 Ann has 3")
+    before, text = datetime.date.today(), m3.prompt_text(tok, ROW)
+    assert text[:11] in [f"{day:%d %b %Y}" for day in (before, datetime.date.today())]
+    row = train.encode_rows([ROW], tok, 10 ** 6, 16, [], "solution", "2024-12-31")[0]
+    assert [tok.decode(row[name])[:11] for name in ("prompt_ids", "teacher_ids")] == ["31 Dec 2024"] * 2
+
+
+@pytest.mark.usefixtures("failing")
+@pytest.mark.parametrize("few", [8, 100])
+def test_few_shot_may_not_take_every_row(few):
+    rows = [ROW | {"question": f"Ann has {i}"} for i in range(8)]
+    with pytest.raises(Failed, match=f"--few-shot {len(rows[:few])} takes all rows"):
+        encoded(tokenizer(), rows, shots=rows[:few])
+    again = rows[0] | {"question": " ANN has 0"}  # the same question: the answer stands in the prompt
+    left = encoded(tokenizer(), [again, *rows[1:]], shots=rows[:7])
+    assert [row["question"] for row in left] == ["Ann has 7"]
 
 
 # --- models -------------------------------------------------------------------------------------------------------
@@ -1813,6 +2040,37 @@ def test_lora_run_resumes_and_saves_a_merged_model(world, rewarded, kind):
     assert not info["missing_keys"] and not info["unexpected_keys"]
     moved = {k for k, v in loaded.state_dict().items() if not torch.equal(v, start[k])}
     assert moved and all(("mlp" in k or "attn" in k) and k.endswith("weight") for k in moved)  # no norm, head or embedding
+
+
+def test_a_run_keeps_its_date(world, rewarded, monkeypatch):
+    """A chat template writes the day: a run resumed on another day reads the prompts that it began with."""
+    argv = real_world(world, "qwen3", "dated")
+    tok = transformers.AutoTokenizer.from_pretrained(world / "dated")
+    tok.chat_template = DATED
+    tok.save_pretrained(world / "dated")
+    prompts, prompt_text = [], m3.prompt_text
+
+    def kept(*args, **kw):
+        prompts.append(prompt_text(*args, **kw))
+        return prompts[-1]
+    monkeypatch.setattr(m3, "prompt_text", kept)
+    run(world, *argv, "--method", "sdpo", "--out", "dated-run", "--steps", "1", read=False)
+    config = json.loads((world / "dated-run" / "config.json").read_text())
+    assert abs(datetime.date.today() - datetime.date.fromisoformat(config["date"])).days <= 1
+    (world / "dated-run" / "config.json").write_text(json.dumps(config | {"date": "2001-02-03"}))
+    prompts.clear()
+    run(world, "--resume", "dated-run", "--steps", "2", read=False)
+    assert {text[:11] for text in prompts} == {"03 Feb 2001"} and any("own words" in text for text in prompts)
+
+
+def test_hint_error_is_what_the_teacher_reads(world, rewarded, monkeypatch):
+    read, reference_text = [], m3.reference_text
+    monkeypatch.setattr(m3, "reference_text", lambda *a: read.append(reference_text(*a)) or read[-1])
+    run(world, "--hint-error", "0.5", "--steps", "1", "--out", "misled", read=False)
+    rows = train.toy_rows(4096, 0, hint_error=0.5)
+    assert read[:4096] == [reference_text(row, "solution") for row in rows]
+    assert 0.4 < sum("misled" in row for row in rows) / 4096 < 0.5
+    run(world, "--hint-error", "0.5", "--dataset", "gsm8k", "--model", "anything", code=2)
 
 
 @pytest.mark.parametrize("extra", [["--gradient-checkpointing"], ["--sample-batch", "1"], ["--vocab-chunk", "3"]])

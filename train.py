@@ -16,9 +16,10 @@ whose mathematics lives in m3.py and whose statistics live in ntk.py. Departures
      the clip and the moments' memory.
 """
 
-import argparse, base64, concurrent.futures, contextlib, copy, csv, functools, hashlib, html, inspect, io, json, math, os, pathlib, random
-import itertools, re, shutil, signal, subprocess, sys, tempfile, textwrap, time, zlib
-from typing import NamedTuple
+import argparse, ast, base64, concurrent.futures, contextlib, copy, csv, datetime, decimal, functools, hashlib, html
+import inspect, io, itertools, json, math, os, pathlib, random, re, shutil, signal, subprocess, sys, tempfile, textwrap
+import time, zlib
+from typing import Callable, NamedTuple, Sequence
 
 import torch, transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -115,6 +116,8 @@ def parse_flags(argv):
          lambda v: v is None or v > 0, type=float)
     flag(g, "--distill-scale", 1.0, "factor on the teacher's loss and residuals, above 0: the lever on kappa", above_0)
     flag(g, "--hint", "solution", "what the privileged teacher sees", choices=["solution", "answer"])
+    flag(g, "--hint-error", 0.0, "toy world: share of problems whose teacher is shown a wrong solution, in [0, 1]",
+         lambda v: 0 <= v <= 1)
     flag(g, "--reduction", "response", "1/N per response then mean, or one mean over tokens", choices=["response", "token"])
     g = parser.add_argument_group("method")
     flag(g, "--alpha", 0.5, "hybrid: weight of distillation, in [0, 1]", lambda v: 0 <= v <= 1)
@@ -156,6 +159,7 @@ def parse_flags(argv):
     flag(g, "--seeds", 3, "seeds 0, 1, ... of a comparison, at least 1", at_least_1)
     g.add_argument("--plot", nargs="+", metavar="FOLDER", help="draw curves.png into the first FOLDER and stop")
 
+    parser.set_defaults(date=datetime.date.today().isoformat())  # kept in config.json, for m3.prompt_text
     argv = sys.argv[1:] if argv is None else argv
     flags = parser.parse_args(argv)
     argv = PRESETS.get(flags.preset, "").split() + [*argv]
@@ -171,18 +175,20 @@ def parse_flags(argv):
             fail(f"--{name.replace('_', '-')} {value} is out of range: {texts[name]}")
     WORLD == 1 or not flags.compare or fail("--compare starts its own processes: leave out torchrun")
     flags.prompts_per_step % WORLD and fail(f"--prompts-per-step must be a multiple of the {WORLD} processes")
-    if flags.model == "toy" != flags.dataset:
-        fail("--dataset: the toy model only knows the toy world; give a --model")
-    if flags.model != "toy" and {flags.teacher, *(flags.compare or ())} & {*TOY_TEACHERS}:
+    if flags.model in OWN_MODEL and flags.model != flags.dataset:
+        fail(f"--dataset: the {flags.model} model only knows the {flags.model} world; give a --model")
+    if flags.model not in OWN_MODEL and {flags.teacher, *(flags.compare or ())} & {*TOY_TEACHERS}:
         fail(f"--compare-teachers, --teacher {' and '.join(TOY_TEACHERS)} are the toy world's; give a folder or hub id")
     if flags.method in ("rlsd", "sdpo") and (flags.lora_rank or flags.teacher != "privileged"):
         fail(f"--method {flags.method} moves its teacher along: it needs --lora-rank 0 and --teacher privileged")
+    if flags.hint_error and flags.dataset not in OWN_MODEL:
+        fail("--hint-error is the toy world's: leave it out, or take --dataset toy")
     if flags.probe:
         flags.method, flags.steps, flags.stats_every, flags.kdr_every = "hybrid", 10, 1, 1
     if flags.device == "auto":
         flags.device = "cuda" if torch.cuda.is_available() else "cpu"
     if flags.dtype == "auto":
-        flags.dtype = "bfloat16" if "cuda" in flags.device and flags.model != "toy" else "float32"
+        flags.dtype = "bfloat16" if "cuda" in flags.device and flags.model not in OWN_MODEL else "float32"
     if flags.method == "m3-eg" and flags.dtype == "bfloat16" and not flags.lora_rank:
         fail("--method m3-eg: its inner step is lost in bfloat16 weights; take --dtype float32 or --lora-rank")
     return flags
@@ -202,219 +208,382 @@ def or_fail(message, kinds=Exception, code=2):
     except kinds as error:
         fail(f"{message} ({type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]})", code)
 
-# --- The toy world: word problems a 0.9M model learns in a minute, and one bad habit for reward and teacher to cure --
+# --- The toy world: word problems that a 0.9M model learns in a minute, and one bad habit to cure -----------
 
-TOY_WORDS = ["<pad>", "<eos>", "<unk>", "\n", *"has gets loses doubles them , . ? How many Answer Hint : + - * = ####".split(),
-             *(TOY_NAMES := "Ann Bob Cem Dua Eli Fay Gus Hana Ivo Jun".split()),
-             *(TOY_THINGS := "pens cups figs nuts keys eggs hats coins".split()), *map(str, range(100))]
+TOY_NAMES = ["Ann", "Bob", "Cem", "Dua", "Eli", "Fay", "Gus", "Hana", "Ivo", "Jun"]
+TOY_THINGS = ["pens", "cups", "figs", "nuts", "keys", "eggs", "hats", "coins"]
+TOY_WORDS = ["<pad>", "<eos>", "<unk>", "\n", "has", "gets", "loses", "doubles", "them", ",", ".", "?", "How",
+             "many", "Answer", "Hint", ":", "+", "-", "*", "=", "####", *TOY_NAMES, *TOY_THINGS,
+             *map(str, range(100))]
+
+def toy_result(value, operation):
+    sign, k = operation
+    return {"+": value + k, "-": value - k, "*": value * k}[sign]
 
 def toy_problem(rng, heldout):
-    """One question: its text, the starting number and the operations [(sign, k), ...]; values stay in 1..20, but for the last."""
+    """(question, starting number, operations [(sign, k), ...]). Values stay in 1..20, but for the last."""
     while True:
         start, steps = rng.randint(2, 16), rng.randint(1, 3)
         ops = [(rng.choice("+-"), rng.randint(1, 6)) for _ in range(steps)]
-        if rng.random() < 0.42:  # one doubling at most, and at the end: what follows it would need sums of large numbers,
-            ops[-1] = ("*", 2)  # which the base model, with its habit, has hardly ever seen
-        values = [*itertools.accumulate(ops, lambda v, op: {"+": v + op[1], "-": v - op[1], "*": v * op[1]}[op[0]], initial=start)]
-        # A hash of the numbers and operations decides which side a problem is on: one in eight is held out, under all its
-        # names and things and whatever the seed. Not hash(): that changes from process to process.
-        if 1 <= min(values) and max(values[:-1]) <= 20 and (zlib.crc32(repr((start, ops)).encode()) % 8 == 0) == heldout:
+        if rng.random() < 0.42:  # one doubling at most, and at the end: what follows it would need sums of
+            ops[-1] = ("*", 2)  # large numbers, which the base model, with its habit, has hardly ever seen
+        values = list(itertools.accumulate(ops, toy_result, initial=start))
+        # A hash of the numbers decides which side a problem is on: one in eight is held out, under all names
+        # and things and whatever the seed. Not hash(): that changes from process to process.
+        side = zlib.crc32(repr((start, ops)).encode()) % 8 == 0
+        if min(values) >= 1 and max(values[:-1]) <= 20 and side == heldout:
             break
-    told = {"+": "gets {}", "-": "loses {}", "*": "doubles them"}  # equally long: a prompt's length follows from `steps`
-    clauses = [f"{rng.choice(TOY_NAMES)} has {start} {rng.choice(TOY_THINGS)}", *(told[s].format(k) for s, k in ops)]
+    told = {"+": "gets {}", "-": "loses {}", "*": "doubles them"}  # equally long
+    clauses = [f"{rng.choice(TOY_NAMES)} has {start} {rng.choice(TOY_THINGS)}"]
+    clauses += [told[sign].format(k) for sign, k in ops]
     return " , ".join(clauses) + " . How many ?", start, ops
 
 def toy_solution(start, ops, rng=None, swapped=False):
-    """Worked steps and "#### answer". With `rng`: as the base model's corpus has them, bad habit and slips included.
-    swapped: another style, that of the larger teacher: "3 + 12" for "12 + 3", "12 + 12" for "12 * 2"."""
+    """Worked steps and "#### answer". With `rng`: as the base model's corpus has them, habit and all.
+    swapped: the larger teacher's style, "3 + 12" for "12 + 3", "12 + 12" for "12 * 2"."""
     lines, value = [], start
     for sign, k in ops:
         if rng and sign == "*" and rng.random() < 0.6:
-            sign = "+"  # the misconception: "doubles" worked as + 2
-        result = {"+": value + k, "-": value - k, "*": value * k}[sign]
+            sign = "+"  # the habit: "doubles" worked as + 2
+        result = toy_result(value, (sign, k))
         if rng and sign != "*" and rng.random() < 0.03:
             result += rng.choice((-1, 1))
-        result = max(result, 0)  # a wrong value may be too small for the next "loses", and there is no token for -1
-        lines.append(f"{value} {sign} {k} = {result}" if not swapped or sign == "-" else
-                     f"{k if sign == '+' else value} + {value} = {result}")
+        result = max(result, 0)  # a wrong value may be too small for the next "loses"; -1 is no token
+        term = f"{value} {sign} {k}"
+        if swapped and sign != "-":
+            term = f"{k if sign == '+' else value} + {value}"
+        lines.append(f"{term} = {result}")
         value = result
     return "\n".join([*lines, f"#### {value}"])
 
-def toy_rows(n, seed, heldout=False):
-    """n different problems [{question, solution, answer, kind}]; no held-out one equals any other, whatever the two seeds."""
+def toy_misled(start, ops, share):
+    """A wrong {solution, answer, kind} for a share of the problems, else None: the last "doubles" worked as
+    + 2, or the last sign turned. What is misled at a share is so at every larger one."""
+    sign, k = ops[-1]
+    slip = {"*": ("+", 2), "+": ("-", k), "-": ("+", k)}[sign]
+    solution = toy_solution(start, [*ops[:-1], slip])
+    answer = solution.split()[-1]
+    chosen = zlib.crc32(f"hint {start} {ops}".encode()) < share * 2**32
+    if chosen and answer != toy_solution(start, ops).split()[-1]:  # 2 + 2 = 2 * 2
+        return {"solution": solution, "answer": answer, "kind": "toy"}
+    return None
+
+def toy_rows(n, seed, heldout=False, hint_error=0.0):
+    """n different problems {question, solution, answer, kind}, in no seed both held out and not.
+    hint_error: share of the problems that have "misled" too, see toy_misled."""
     rng, rows = random.Random(f"rows {seed}"), {}
     while len(rows) < n:
         question, start, ops = toy_problem(rng, heldout)
-        rows[question] = dict(question=question, solution=(text := toy_solution(start, ops)), answer=text.split()[-1], kind="toy")
+        solution = toy_solution(start, ops)
+        row = {"question": question, "solution": solution, "answer": solution.split()[-1], "kind": "toy"}
+        misled = toy_misled(start, ops, hint_error)
+        rows[question] = row | {"misled": misled} if misled else row
     return list(rows.values())
 
-def toy_tokenizer():
-    """One token per word, number and line break; decode(m3.encode(text)) == text."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(TOY_WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(*x) for x in ((" ", "removed"), ("\n", "isolated"))])
-    tokenizer.decoder = decoders.Sequence([decoders.WordPiece(prefix="<none>", cleanup=False), decoders.Fuse(),
-                                           decoders.Replace(Regex(" ?\n ?"), "\n")])  # " " before each word, "\n" bare
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
-                                   padding_side="left", clean_up_tokenization_spaces=False)
+def toy_corpus(rng, count, larger):
+    """[(prompt, reply), ...] for the base model. A third show the solution and are answered right, as by
+    a teacher; the others are answered with the habit. larger: all are right, in another style."""
+    corpus = []
+    for _ in range(count):
+        question, start, ops = toy_problem(rng, heldout=False)
+        right = toy_solution(start, ops, swapped=larger)
+        hint = right if rng.random() < 0.36 and not larger else ""
+        prompt = m3.prompt_text(None, {"question": question, "kind": "toy"}, reference=hint)
+        corpus.append((prompt, right if hint or larger else toy_solution(start, ops, rng)))
+    return corpus
 
-def toy_base_model(seed, steps=400, rows=48, lr=3e-3, larger=False):
-    """A Qwen3 of 0.9M parameters, pre-trained on the fly. A third of its corpus shows the gold solution as a hint and answers
-    RIGHT, which makes the same frozen weights a competent teacher; the rest answers with the habit: the student to mend.
-    larger: a teacher of 3.4M, which needs no hint and has no habit, but works in another style."""
-    width = 256 if larger else 128
-    rng, tokenizer, corpus = random.Random(f"corpus {seed}"), toy_tokenizer(), []
-    for _ in range(steps * rows):
-        prompt, start, ops = toy_problem(rng, heldout=False)
-        right, hint = toy_solution(start, ops, swapped=larger), rng.random() < (0 if larger else 0.36)
-        texts = (m3.prompt_text(tokenizer, dict(question=prompt, kind="toy"), reference=right * hint),
-                 right if hint or larger else toy_solution(start, ops, rng))
-        corpus.append(tokenizer([texts[0], texts[1] + "<eos>"])["input_ids"])
-    with torch.random.fork_rng(devices=[]):  # the weights are drawn from the global generator: put it back afterwards
+def toy_tokenizer(words=TOY_WORDS):
+    """One token per word, number, sign and line break. "pens," is read as "pens ,"; of a text with spaces
+    between all tokens, decode(m3.encode(text)) == text."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    cuts = (" ", "removed"), ("\n", "isolated"), (Regex("####|[-,.?:+*=]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(*cut) for cut in cuts])
+    tokenizer.decoder = decoders.Sequence([  # " " before each word, "\n" bare
+        decoders.WordPiece(prefix="<none>", cleanup=False), decoders.Fuse(),
+        decoders.Replace(Regex(" ?\n ?"), "\n")])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+        padding_side="left", clean_up_tokenization_spaces=False)
+
+def toy_base_model(seed, steps=400, rows=48, lr=3e-3, larger=False, task="toy"):
+    """A Qwen3 of 0.9M parameters (larger: 3.4M), pre-trained on its task's corpus."""
+    width, tokenizer = 256 if larger else 128, toy_tokenizer(TASKS[task].words)
+    texts = TASKS[task].corpus(random.Random(f"corpus {seed}"), steps * rows, larger)
+    corpus = [tokenizer([prompt, reply + "<eos>"])["input_ids"] for prompt, reply in texts]
+    with torch.random.fork_rng(devices=[]):  # the weights are drawn from the global generator: put it back
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(  # from 0.02 copying a hint, from 0.05 arithmetic is learned too late
-            vocab_size=len(TOY_WORDS), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=4, head_dim=32,
-            num_attention_heads=width // 32, num_key_value_heads=width // 32, max_position_embeddings=256,
-            tie_word_embeddings=True, bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id, initializer_range=0.04))
+        model = Qwen3ForCausalLM(Qwen3Config(  # range .02: copying a hint comes too late; .05: arithmetic
+            vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=4,
+            head_dim=32, num_attention_heads=width // 32, num_key_value_heads=width // 32,
+            max_position_embeddings=256, tie_word_embeddings=True, initializer_range=0.04, bos_token_id=None,
+            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id))
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
     for step in tqdm(range(steps), desc="toy base model", leave=False, disable=None):
-        # Cut by length, for the longest rows are thrice the shortest and padding costs as much as text; but cut WITHIN the
-        # batch: whole batches of one length (all hints, then none) made the two habits undo each other.
-        batch = sorted(corpus[step * rows:(step + 1) * rows], key=lambda pair: len(pair[0]) + len(pair[1]))
-        for part in (batch[i:i + rows // 3] for i in range(0, rows, rows // 3)):
-            width = max(len(p) + len(r) for p, r in part)
-            # padded on the RIGHT: causal attention never looks there, so no mask is needed
-            ids = torch.tensor([p + r + [0] * (width - len(p) - len(r)) for p, r in part])
-            taught = torch.tensor([[len(p) <= t + 1 < len(p) + len(r) for t in range(width)] for p, r in part])
-            hidden = model.model(ids, use_cache=False).last_hidden_state[taught]  # the head only where a response is predicted
-            loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), ids[:, 1:][taught[:, :-1]], reduction="sum")
-            (loss / sum(len(r) for _, r in batch)).backward()
+        pretrain_backward(model, corpus[step * rows:(step + 1) * rows])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step(), optimizer.zero_grad(), schedule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
     return model.eval()
 
-SELF_RL = "--method grpo --steps 200 --seed 1000 --stats-every 0 --kdr-every 0 --eval-every 200 --save-every 200"
+def pretrain_backward(model, batch):
+    """Gradient of the mean cross-entropy of the replies. batch: pairs (prompt ids, reply ids)."""
+    # In three parts by length, to pad less. Whole batches of one length made the two habits undo each other.
+    batch = sorted(batch, key=lambda pair: len(pair[0]) + len(pair[1]))
+    third, total = len(batch) // 3, sum(len(reply) for _, reply in batch)
+    for part in (batch[i:i + third] for i in range(0, len(batch), third)):
+        width = len(part[-1][0]) + len(part[-1][1])  # padded on the RIGHT, where causal attention never looks
+        ids = torch.tensor([p + r + [0] * (width - len(p) - len(r)) for p, r in part])
+        taught = torch.tensor([[len(p) <= t + 1 < len(p) + len(r) for t in range(width)] for p, r in part])
+        hidden = model.model(ids, use_cache=False).last_hidden_state[taught]  # the head for replies alone
+        replies = ids[:, 1:][taught[:, :-1]]
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), replies, reduction="sum")
+        (loss / total).backward()
 
-def toy_path(kind="base"):
-    """Where a toy model is cached: a name hashed from the code and words that make it."""
-    made_by = [inspect.getsource(f) for f in (toy_problem, toy_solution, toy_tokenizer, toy_base_model, m3.prompt_text)]
-    return CACHE / f"toy-{kind}-{hashlib.sha256(f'{made_by} {TOY_WORDS} {SELF_RL}'.encode()).hexdigest()[:12]}"
+SELF_RL = ("--method grpo --steps 200 --seed 1000 --stats-every 0 --kdr-every 0 --eval-every 200 "
+           "--save-every 200")
 
-def toy_model(kind="base"):
-    """Folder of a toy model, made once: base, larger (see toy_base_model) or self-rl (base after SELF_RL). --seed varies
-    the run, not where it starts, just as runs on a published checkpoint do."""
-    def fill(tmp):
+def toy_path(kind="base", task="toy"):
+    """Where a toy model is cached: a name hashed from all that makes it."""
+    texts = [TASKS[task].corpus(random.Random("name"), 200, larger) for larger in (False, True)]
+    code = [inspect.getsource(part) for part in (toy_tokenizer, toy_base_model, pretrain_backward)]
+    made_by = f"{texts} {code} {TASKS[task].words} {SELF_RL}"
+    return CACHE / f"{task}-{kind}-{hashlib.sha256(made_by.encode()).hexdigest()[:12]}"
+
+def toy_model(kind="base", task="toy"):
+    """Folder of a toy model, made once: base, larger (see toy_corpus) or self-rl (base after SELF_RL). --seed
+    varies the run, not where it starts, as with a published checkpoint."""
+    def fill(folder):
         if kind != "self-rl":
-            return toy_tokenizer().save_pretrained(tmp), toy_base_model(0, larger=kind == "larger").save_pretrained(tmp)
-        subprocess.run([sys.executable, __file__, *SELF_RL.split(), "--out", tmp / "run"], check=True,  # alone, not as a rank
-                       stdout=subprocess.DEVNULL, env=os.environ | {"RANK": "0", "WORLD_SIZE": "1"})
-        return [shutil.move(file, tmp) for file in (tmp / "run" / "last").resolve().iterdir()]
-    path = toy_path(kind)
+            toy_tokenizer(TASKS[task].words).save_pretrained(folder)
+            toy_base_model(0, larger=kind == "larger", task=task).save_pretrained(folder)
+            return
+        argv = [sys.executable, __file__, *SELF_RL.split(), "--model", task, "--dataset", task]
+        alone = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}  # not as a rank of this run
+        subprocess.run([*argv, "--out", folder / "run"], check=True, stdout=subprocess.DEVNULL, env=alone)
+        for file in (folder / "run" / "last").resolve().iterdir():
+            shutil.move(file, folder)
+
+    path = toy_path(kind, task)
     if not path.exists():
-        print(f"toy {kind} model: training it once, a minute or two, then kept in {path}", flush=True)
+        print(f"{task} {kind} model: training it once, a minute or two, kept in {path}", flush=True)
         write_folder(path, fill)
     return str(path)
 
-# --- Real data and real models ---------------------------------------------------------------------------------------
+# --- Real data ----------------------------------------------------------------------------------------------
 
-HUB = {"gsm8k": ["openai/gsm8k", "main"], "svamp": ["ChilleD/SVAMP"], "arc": ["allenai/ai2_arc", "ARC-Challenge"],
-       "math": ["HuggingFaceH4/MATH-500"]}  # a test split alone: like any source without parts it is cut in three
+HUB = {"gsm8k": ["openai/gsm8k", "main"], "svamp": ["ChilleD/SVAMP"],
+       "arc": ["allenai/ai2_arc", "ARC-Challenge"],
+       "math": ["HuggingFaceH4/MATH-500"]}  # a test split alone: cut in three, as any source of one part
+
+def bar(rows, text):
+    """A progress bar; nothing is seen of it within the first second."""
+    return tqdm(rows, text, unit=" rows", delay=1, leave=False, disable=True if RANK else None)
 
 def read_file(path):
-    """A file's rows as dicts, as they stand: no cache, no network, no guessed column types."""
+    """A file's rows as dicts, as they stand. Not by `datasets`: it makes 7.0 of "007", and refuses all of a
+    file for one lone surrogate."""
     if path.suffix == ".parquet":
         import pyarrow.parquet  # comes with datasets
         return pyarrow.parquet.read_table(path).to_pylist()
-    text = path.read_text("utf-8-sig").strip()
+    text = path.read_text("utf-8-sig")
     if path.suffix == ".csv":
         return list(csv.DictReader(io.StringIO(text)))
-    if text[:1] != "[":  # told by content: many a .jsonl is one big array
+    if text.lstrip()[:1] != "[":  # told by content: many a .jsonl is one big array
         text = "[" + ",\n".join(line for line in text.split("\n") if line.strip()) + "]"
     return [{**row} for row in json.loads(text)]
 
-@functools.lru_cache(1)  # train() asks for two splits of it
 def read_parts(dataset):
-    """{"train" | "validation" | "test": rows}, as many as the source has; if it has only one, it counts as train."""
+    """{part: rows as they stand}, as many parts as the source has; if it has only one, that is "train"."""
     path, parts = pathlib.Path(dataset).expanduser(), {}
     if dataset in HUB:
         import datasets
-        parts = {name: list(part) for name, part in datasets.load_dataset(*HUB[dataset]).items()}
+        parts = dict(datasets.load_dataset(*HUB[dataset]))
     elif not path.exists():
         fail(f"--dataset {dataset}: file or folder not found; by name there are {', '.join(HUB)}")
     elif path.is_file():
         parts = {"train": read_file(path)}
     for file in sorted(path.iterdir()) if path.is_dir() else ():
-        part = re.search(r"(?:^|[-_.])(train|test|validation|valid|val|dev)[-_.]", file.name)
-        if part and file.suffix in (".json", ".jsonl", ".csv", ".parquet"):
-            parts.setdefault(part[1] if part[1][0] == "t" else "validation", []).extend(read_file(file))
+        word = re.search(r"(?:^|[-_.])(train|test|validation|valid|val|dev)[-_.]", file.name)
+        if word and file.suffix in (".json", ".jsonl", ".csv", ".parquet"):
+            parts.setdefault(word[1] if word[1][0] == "t" else "validation", []).extend(read_file(file))
     return {"train": parts.popitem()[1]} if len(parts) == 1 else parts
 
-def read_row(row, fields):
-    """(question, solution, gold, kind) in any known layout; kind "": ask the golds. A missing column is a KeyError."""
-    text = lambda name: "" if row[name] is None else str(row[name]).strip()
-    if "answerKey" in row and not any(fields.values()):  # ARC, two layouts; the letters shown are the letters scored
-        stem = row["question"] if isinstance(row["question"], dict) else {"stem": text("question")} | row
-        both = stem["choices"]
-        both = zip(both["label"], both["text"]) if isinstance(both, dict) else [(x["label"], x["text"]) for x in both]
-        shown = {str(label): f"{letter}. {option}" for (label, option), letter in zip(both, "ABCDEFGHIJ")}
-        right = shown.get(text("answerKey"), "")
-        return "\n".join([stem["stem"], *shown.values()]), right, right[:1], "arc"
-    if "Body" in row and not any(fields.values()):  # SVAMP: a body without a stop is nearly always an open "If ..."
-        joint = " " if text("Body").endswith((".", "?", "!", ",")) else ", "
-        equation = re.sub(r"(\d)\.0\b", r"\1", f"{text('Equation')} = {text('Answer')}")  # 51.0 -> 51
-        return text("Body") + joint + text("Question"), equation, equation.split(" = ")[-1], "svamp"
-    prompt = fields.get("prompt") or next((name for name in ("question", "problem") if name in row), "prompt")
-    gold, worked = text(fields.get("answer") or "answer"), fields.get("solution") or "solution"
-    solution = text(worked) if worked in row or fields.get("solution") else gold if "####" in gold else ""
-    solution = re.sub(r"<<[^<>\n]*>>", "", solution)  # GSM8K's calculator marks: nothing to learn to write
-    return text(prompt), solution, gold.split("####")[-1].strip(), "math" if prompt == "problem" else ""
+def cell_text(value):
+    """The text of a cell that holds text, a number, a list of one ('["1"]' as text too), verl's dict
+    {"ground_truth": answer}, or messages {role, content}: what system and user say. Errors: ValueError."""
+    if isinstance(value, str) and re.match(r"""[\s\[]*\{\s*["'](role|content)["']\s*:""", value):  # in a .csv
+        read = ast.literal_eval if "'" in value[:9] else json.loads
+        value = read(value.strip())
+    turns = [value] if isinstance(value, dict) else value
+    if isinstance(turns, list) and turns and all(isinstance(turn, dict) for turn in turns):
+        if any(turn.get("role", "user") not in ("system", "developer", "user") for turn in turns):
+            raise ValueError(f"a turn that may hold the answer in {turns!r}")
+        names = "content", "text", "ground_truth"
+        return "\n\n".join(cell_text(next((turn[x] for x in names if x in turn), None)) for turn in turns)
+    if isinstance(value, list) and len(value) == 1:
+        return cell_text(value[0])
+    text = str(value).strip()
+    alone = re.fullmatch(r"""\[\s*(?:(["'])((?:(?!\1).)*)\1|(-?[\d./]+))\s*\]""", text)
+    if alone:
+        return cell_text(alone[3] or alone[2].replace("\\\\", "\\"))
+    number = type(value) in (int, float, decimal.Decimal) and math.isfinite(value)  # a bool is none of these
+    several = re.fullmatch(r"""\[[\s\[]*["'].*\]""", text, re.DOTALL)
+    if several or not (number or isinstance(value, str)):
+        raise ValueError(f"not one text: {value!r}")
+    text.encode()  # of a lone surrogate: UnicodeEncodeError, a ValueError
+    return text
 
-def load_rows(dataset, split, fields, seed):
-    """[{question, solution, answer, kind}] of a split. What the source lacks is held out of its train rows by a shuffle
-    of `seed`: a fifth for test, a tenth for validation, 500 at most. No row is in two splits."""
-    source = {}
-    try:
-        source = read_parts(dataset)
-        parts = {name: [read_row(row, fields) for row in rows] for name, rows in source.items()}
-    except KeyError as error:
-        columns = dict.fromkeys(str(name) for rows in source.values() for row in rows for name in row)
-        fail(f"--dataset {dataset}: no column {error} in some row, the columns are {', '.join(columns)};"
-             " --prompt-field, --answer-field and --solution-field name them")
-    except Exception as error:
-        fail(f"--dataset {dataset}: cannot be read ({type(error).__name__}: {str(error).splitlines()[:1]})" + (
-             "; a local file needs no connection: --dataset FILE (.json, .jsonl, .csv, .parquet)" * (dataset in HUB)))
-    parses = lambda row, kind: row[2] != "" and m3.verify(m3.FINISH[kind][0].format(row[2]), row[2], kind)
+def read_row(raw, fields):
+    """{question, solution, answer, kind} of a row in any known layout; kind "": the golds tell. Errors:
+    KeyError for a missing column, ValueError, TypeError, AttributeError or SyntaxError for an odd cell."""
+    if "answerKey" in raw and not any(fields.values()):  # ARC, in two layouts; the letters shown are scored
+        stem = raw["question"] if isinstance(raw["question"], dict) else {"stem": raw["question"]} | raw
+        both = stem["choices"]
+        if not isinstance(both, dict):
+            both = {name: [option[name] for option in both] for name in ("label", "text")}
+        shown = {}
+        for label, text, letter in zip(both["label"], both["text"], "ABCDEFGHIJ", strict=False):
+            shown[cell_text(label)] = f"{letter}. {cell_text(text)}"
+        question = "\n".join([cell_text(stem["stem"]), *shown.values()])
+        right = shown.get(cell_text(raw["answerKey"]), "")
+        return {"question": question, "solution": right, "answer": right[:1], "kind": "arc"}
+    if "Body" in raw and not any(fields.values()):  # SVAMP; a body without a stop is nearly always "If ..."
+        body = cell_text(raw["Body"])
+        question = f"{body}{' ' if body.endswith(('.', '?', '!', ',')) else ', '}{cell_text(raw['Question'])}"
+        equation = f"{cell_text(raw['Equation'])} = {cell_text(raw['Answer'])}"
+        equation = re.sub(r"(\d)\.0\b", r"\1", equation)  # 51.0 -> 51
+        answer = equation.split(" = ")[-1]
+        return {"question": question, "solution": equation, "answer": answer, "kind": "svamp"}
+    prompt = fields.get("prompt") or next((x for x in ("question", "problem") if x in raw), "prompt")
+    answer = fields.get("answer") or next((x for x in ("answer", "reward_model") if x in raw), "answer")
+    gold, column = cell_text(raw[answer]), fields.get("solution") or "solution"
+    if gold.lower() in ("nan", "none", "null"):  # in a .csv
+        raise ValueError(f"no answer: {gold!r}")
+    worked = gold if "####" in gold else ""
+    if column in raw or fields.get("solution"):
+        worked = raw[column][0] if isinstance(raw[column], list) and raw[column] else raw[column]
+        worked = "" if worked is None or worked != worked else cell_text(worked)  # NaN: none either
+    worked = re.sub(r"<<[^<>\n]*>>", "", worked)  # GSM8K's calculator marks
+    answer, kind = gold.split("####")[-1].strip(), "math" if prompt == "problem" else ""
+    return {"question": cell_text(raw[prompt]), "solution": worked, "answer": answer, "kind": kind}
+
+@functools.lru_cache(100_000)
+def gold_parses(gold, kind):
+    """Does this answer verify against itself? A plain number does; a call of verify takes 0.2 ms."""
+    if kind != "arc" and re.fullmatch("-?[0-9]{1,15}", gold):
+        return True
+    return m3.verify(m3.FINISH[kind][0].format(gold), gold, kind) == 1
+
+def read_rows(dataset, fields):
+    """{part: rows}, all with a question and with an answer that parses; how many have not is printed."""
+    parts, odd = {}, []
+    advice = "; a local file needs no connection: --dataset FILE" if dataset in HUB else ""
+    with or_fail(f"--dataset {dataset}: cannot be read{advice}"):
+        for part, source in read_parts(dataset).items():
+            parts[part] = []
+            for raw in bar(source, f"{dataset}, {part}"):
+                try:
+                    parts[part].append(read_row(raw, fields))
+                except KeyError as error:
+                    columns = ", ".join(map(str, raw))
+                    fail(f"--dataset {dataset}: no column {error} in some row, the columns are {columns};"
+                         " --prompt-field, --answer-field and --solution-field name them")
+                except (ValueError, TypeError, AttributeError, SyntaxError) as error:
+                    odd.append(str(error)[:60])
     rows = [row for part in parts.values() for row in part]
-    guess = next((k for k in ("gsm8k", "arc") if sum(parses(row, k) for row in rows) > 0.9 * len(rows)), "math")
-    pool = parts.get("train", [])
+    golds = [row["answer"] for row in rows if not row["kind"]]
+    golds = random.Random(0).sample(golds, min(len(golds), 1000))
+    guess = next((kind for kind in ("gsm8k", "arc")
+                  if sum(gold_parses(gold, kind) for gold in golds) > 0.9 * len(golds)), "math")
+    for row in bar(rows, f"{dataset}, answers"):
+        row["kind"] = row["kind"] or guess
+        if not row["question"] or not row["answer"] or not gold_parses(row["answer"], row["kind"]):
+            odd.append(f"{row['question'][:30]} -> {row['answer'][:20]}")
+            row["kind"] = ""
+    if odd:
+        print(f"{dataset}: {len(odd)} rows left out, their question or answer does not parse:", odd[:4])
+    return {part: [row for row in rows if row["kind"]] for part, rows in parts.items()}
+
+def question_key(row):
+    """Equal for questions that differ in case and spacing alone."""
+    return " ".join(row["question"].casefold().split())
+
+def load_rows(dataset, fields, seed, wanted=("train", "validation", "test")):
+    """{split: [{question, solution, answer, kind}]}. What the source lacks is held out of its train rows by a
+    shuffle of `seed`: a fifth for test, a tenth for validation, 500 at most. Equal questions share a split;
+    rows that ask what a held-out part of the source asks are left out. No wanted split may be empty."""
+    parts = read_rows(dataset, fields)
+    home, asked = {}, {part: {} for part in parts}  # of a question: its part; {question: rows}
+    for part in ("test", "validation", "train"):
+        for row in parts.get(part, ()):
+            if home.setdefault(question_key(row), part) == part:
+                asked[part].setdefault(question_key(row), []).append(row)
+    total, kept = sum(map(len, parts.values())), sum(len(rows) for x in asked.values() for rows in x.values())
+    if total > len(home):
+        print(f"{dataset}: {total - len(home)} of {total} rows ask what another asks: they stay in its split;"
+              f" {total - kept} whose question a held-out part of the source asks are left out")
+    splits = {part: list(groups.values()) for part, groups in asked.items()}
+    pool = splits.get("train", [])
     order = random.Random(f"split {seed}").sample(range(len(pool)), len(pool))
     for name, share in ("test", 5), ("validation", 10):
-        if name not in parts:
+        if name not in splits:
             cut = min(len(pool) // share, 500)
-            parts[name], order = [pool[i] for i in sorted(order[:cut])], order[cut:]
-    parts["train"] = [pool[i] for i in sorted(order)]
-    rows = parts[split] or fail(f"--dataset {dataset}: 0 {split} rows, as there are {len(pool)} train rows in it")
-    good, bad = [], []
-    for row in rows:
-        problem = dict(question=row[0], solution=row[1], answer=row[2], kind=row[3] or guess)
-        (good if row[0] and parses(row, problem["kind"]) else bad).append(problem)
-    if bad:
-        print(f"{dataset}, {split}: {len(bad)} of {len(rows)} rows left out, their answer or question does not parse:",
-              [f"{row['question'][:30]} -> {row['answer'][:20]}" for row in bad[:4]])
-    return good or fail(f"--dataset {dataset}: 0 of {len(rows)} {split} rows have an answer that parses")
+            splits[name] = [pool[i] for i in sorted(order[:cut])]
+            order = order[cut:]
+    splits["train"] = [pool[i] for i in sorted(order)]
+    for name in wanted:
+        if not splits[name]:
+            fail(f"--dataset {dataset}: 0 {name} rows, as there are {len(pool)} usable train rows in it")
+    return {name: [row for rows in splits[name] for row in rows] for name in ("train", "validation", "test")}
 
-def encode_rows(rows, tokenizer, context, max_new_tokens, shots, hint):
-    """`rows` with prompt, prompt_ids and teacher_ids, without the few-shot examples; a row too long for the context is
-    dropped and named: a cut prompt is another problem."""
-    shown = [shot["question"] for shot in shots]
-    rows = m3.encode_rows(tokenizer, [row for row in rows if row["question"] not in shown], shots, hint)
-    kept, long, why = [], [], f"length filter (prompt + {max_new_tokens} new tokens within a context of {context})"
-    for row in rows:
-        (kept if max(len(row["prompt_ids"]), len(row["teacher_ids"])) + max_new_tokens <= context else long).append(row)
-    if long and kept:
-        print(f"{len(long)} of {len(rows)} rows dropped by the {why}:", [row["prompt"][:30] for row in long[:4]], "...")
-    return kept or fail(f"0 of {len(rows)} rows left after the {why}: lower --max-new-tokens or --few-shot")
+def encode_rows(rows, tokenizer, context, max_new_tokens, shots, hint, date=None):
+    """`rows` with prompt, prompt_ids and teacher_ids, without the few-shot examples; a row too long for the
+    context is dropped and named: a cut prompt is another problem. date: see m3.prompt_text."""
+    shown = {question_key(shot) for shot in shots}
+    rows = [row for row in rows if question_key(row) not in shown]
+    if not rows:
+        fail(f"--few-shot {len(shots)} takes all rows for examples and leaves none to train on: lower it")
+    kept, long = [], []
+    for i in bar(range(0, len(rows), 1000), "tokens, by the thousand"):
+        for row in m3.encode_rows(tokenizer, rows[i:i + 1000], shots, hint, date):
+            width = max(len(row["prompt_ids"]), len(row["teacher_ids"])) + max_new_tokens
+            (kept if width <= context else long).append(row)
+    why = f"length filter (prompt + {max_new_tokens} new tokens within a context of {context})"
+    if not kept:
+        fail(f"0 of {len(rows)} rows left after the {why}: lower --max-new-tokens or --few-shot")
+    if long:
+        shown = [row["prompt"][:30] for row in long[:4]]
+        print(f"{len(long)} of {len(rows)} rows dropped by the {why}:", shown, "...")
+    return kept
+
+# --- Tasks -------------------------------------------------------------------------------------------------
+
+class Task(NamedTuple):
+    """What a run trains on. Its rows' kind says how prompts read and replies are graded: m3.FINISH, verify.
+    A task with a corpus has a base model of its own, which --model NAME makes once."""
+    problems: Callable  # of the flags: {split: rows}, with "train" and flags.eval_split
+    corpus: Callable = None  # (rng, count, larger): [(prompt, reply), ...] for the base model
+    words: Sequence = ()  # its vocabulary: <pad>, <eos>, <unk> first
+
+def toy_problems(flags):
+    """The held-out problems are the same for every seed."""
+    rows = {"train": toy_rows(4096, flags.seed, hint_error=flags.hint_error),
+            flags.eval_split: toy_rows(flags.eval_limit, 0, heldout=True, hint_error=flags.hint_error)}
+    kind = "toy" if flags.model == "toy" else "gsm8k"  # a real model reads the prompt of a real problem
+    return {split: [row | {"kind": kind} for row in part] for split, part in rows.items()}
+
+def real_problems(flags):
+    """Progress is watched on validation rows; the test split is for --eval-split test, once, at the end."""
+    fields = {name: vars(flags)[f"{name}_field"] for name in FIELDS}
+    return load_rows(flags.dataset, fields, 0, ("train", flags.eval_split))
+
+TASKS = {"toy": Task(toy_problems, toy_corpus, TOY_WORDS), **dict.fromkeys(HUB, Task(real_problems))}
+FILES = Task(real_problems)  # every other --dataset
+OWN_MODEL = [name for name, task in TASKS.items() if task.corpus]
+
+# --- Real models -------------------------------------------------------------------------------------------
 
 def load_model(path, dtype, device, flag="--model"):
     """(model, tokenizer, eos_ids) of a local folder or a hub id. What looks like a path is no hub id."""
@@ -636,18 +805,14 @@ class World(NamedTuple):
 
 def load(flags, device):
     torch.set_num_threads(flags.threads or torch.get_num_threads()), transformers.utils.logging.disable_progress_bar()
-    toy, dtype, other = flags.model == "toy", getattr(torch, flags.dtype), None
-    if flags.dataset == "toy":  # the held-out problems are the same for every seed
-        parts = [[row | {"kind": "toy" if toy else "gsm8k"} for row in rows]
-                 for rows in (toy_rows(4096, flags.seed), toy_rows(flags.eval_limit, 0, heldout=True))]
-    else:  # progress is watched on validation rows; the test split is for --eval-split test, once, at the end
-        fields = {name: vars(flags)[f"{name}_field"] for name in FIELDS}
-        parts = [load_rows(flags.dataset, split, fields, 0) for split in ("train", flags.eval_split)]
+    own, dtype, other = flags.model in OWN_MODEL, getattr(torch, flags.dtype), None
+    rows = TASKS.get(flags.dataset, FILES).problems(flags)
+    parts = [rows["train"], rows[flags.eval_split]]
     for turn in (False, True):  # rank 0 first: models that it makes or downloads, the others find
         if turn == (RANK > 0):
-            base, tokenizer, eos_ids = load_model(toy_model() if toy else flags.model, dtype, device)
+            base, tokenizer, eos_ids = load_model(toy_model(task=flags.model) if own else flags.model, dtype, device)
             if flags.teacher != "privileged":  # another model, which reads the student's own prompt
-                path = toy_model(flags.teacher) if flags.teacher in TOY_TEACHERS else flags.teacher
+                path = toy_model(flags.teacher, flags.model) if flags.teacher in TOY_TEACHERS else flags.teacher
                 other, its_tokenizer, _ = load_model(path, dtype, device, "--teacher")
                 with or_fail(f"--teacher {flags.teacher} does not fit"):
                     m3.check_teacher(tokenizer, its_tokenizer, (flags.model, flags.teacher),
@@ -656,7 +821,7 @@ def load(flags, device):
     context = min(getattr(m.config.get_text_config(), "max_position_embeddings", None) or 10**9 for m in (base, other or base))
     shots = parts[0][:flags.few_shot]
     problems, held_out = (encode_rows(rows, tokenizer, context, flags.max_new_tokens, shots,
-                                      "none" if other else flags.hint) for rows in parts)
+                                      "none" if other else flags.hint, flags.date) for rows in parts)
     top = max(tokenizer.pad_token_id, *(max(r["prompt_ids"] + r["teacher_ids"]) for r in problems + held_out))
     if top >= (known := base.get_input_embeddings().num_embeddings):
         fail(f"--model {flags.model}: its tokenizer gives id {top}, it has {known} embeddings: not of one model")
@@ -775,7 +940,7 @@ def to_batch(rollouts, rewards, world, flags):
     hints = [problem["teacher_ids"] for problem in asked]
     if flags.method == "sdpo":  # its teacher reads a successful other response; a row without one is masked
         siblings = m3.sdpo_siblings(rewards.tolist(), group)
-        texts = [m3.prompt_text(world.tokenizer, problem, world.shots, rollouts.texts[sibling or 0])
+        texts = [m3.prompt_text(world.tokenizer, problem, world.shots, rollouts.texts[sibling or 0], flags.date)
                  for problem, sibling in zip(asked, siblings)]
         hints = m3.encode(world.tokenizer, texts)
         weights[[sibling is None for sibling in siblings]] = 0.0
@@ -1099,8 +1264,8 @@ def compare(flags):
     """METHODS or TEACHERS x seeds, each in its own single-threaded process; finished runs are kept, broken ones resumed."""
     out, names = pathlib.Path(flags.out or f"runs/{flags.preset or 'compare'}"), flags.compare
     out.mkdir(parents=True, exist_ok=True)
-    if flags.model == "toy":  # made before the children start, so that it is made once
-        [toy_model(kind) for kind in {"base", flags.teacher, *names} & {"base", *TOY_TEACHERS}]
+    if flags.model in OWN_MODEL:  # made before the children start, so that it is made once
+        [toy_model(kind, flags.model) for kind in {"base", flags.teacher, *names} & {"base", *TOY_TEACHERS}]
     passed = [x for k, v in vars(flags).items() if k not in [*NOT_SAVED, "out"] and v != flags.defaults[k]
               for x in ([f"--{k.replace('_', '-')}"] + ([] if v is True else [str(v)]))]
 
