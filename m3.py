@@ -495,6 +495,60 @@ def accumulate(into, outputs, inputs, seed):
         if grad is not None:
             total += grad
 
+def join(prompts, replies, mask):
+    """Prompts and replies as one batch: prompts end in one column, replies are the last N columns.
+
+    prompts: B lists of ids. replies, mask [B, N] -> ids, attention (1 = real), positions, all [B, L] long. The fill in
+    front of a prompt is id 0, which nobody reads.
+    """
+    ids, attention, _ = left_pad(prompts, 0, replies.device)
+    ids = torch.cat([ids, replies], 1)
+    attention = torch.cat([attention, mask.long()], 1)
+    return ids, attention, (attention.cumsum(-1) - 1).clamp(min=0)
+
+def isotropic_kernel(delta_D, delta_R):
+    """K_DR(n) where J^T J is taken to be 1: delta_D . delta_R [M3 App. I, AA]; and its cosine in [-1, 1].
+
+    delta_D, delta_R [..., V] -> K, cos [...], float32 or better; exactly 0 where a residual is 0.
+    """
+    wide = torch.promote_types(delta_D.dtype, torch.float32)
+    delta_D, delta_R = delta_D.to(wide), delta_R.to(wide)
+    K = (delta_D * delta_R).sum(-1)
+    norms = delta_D.norm(dim=-1) * delta_R.norm(dim=-1)
+    return K, (K / norms.clamp(min=1e-37)).clamp(-1, 1)
+
+def dot(a, b):
+    """Sum over all entries of a * b, as a float, in float32 or better; 0 where one of them is None."""
+    if a is None or b is None:
+        return 0.0
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return float(a.to(wide).flatten() @ b.to(wide).flatten())
+
+def ratios(DR, DD, RR):
+    """geometry() from the three inner products <g_D, g_R>, ||g_D||^2, ||g_R||^2."""
+    norm_R, norm_D = RR**0.5, DD**0.5
+    if norm_R == 0:
+        return dict(norm_R=norm_R, norm_D=norm_D, kappa=None, phi=None)
+    if norm_D == 0:
+        return dict(norm_R=norm_R, norm_D=norm_D, kappa=math.inf, phi=0.0)
+    phi = max(-1.0, min(1.0, DR / norm_R / norm_D))
+    return dict(norm_R=norm_R, norm_D=norm_D, kappa=norm_R / norm_D, phi=phi)
+
+def geometry(g_R, g_D):
+    """Floats dict(norm_R, norm_D, kappa = ||g_R||/||g_D|| [M3 eq 8], phi = cos) of two lists of gradients (or None).
+
+    g_R = 0, a step without a reward signal: kappa and phi are None, so that no mean counts them. Only g_D = 0: kappa is
+    inf and phi 0. <g_R, g_D> N^2 = the sum over all pairs of positions [M3 eq 7]; sum_n K_DR(n) is its diagonal [eq 72].
+    """
+    pairs = list(zip(g_D, g_R, strict=True))
+    return ratios(sum(dot(d, r) for d, r in pairs), sum(dot(d, d) for d in g_D), sum(dot(r, r) for r in g_R))
+
+def min_norm_alpha(norm_R, norm_D, phi):
+    """The alpha in [0, 1] with the shortest alpha g_D + (1-alpha) g_R [M3 eq 111]; 1/2 where all are equally long."""
+    product = (phi or 0.0) * norm_R * norm_D  # phi is None where g_R = 0
+    apart = norm_R**2 + norm_D**2 - 2 * product  # ||g_D - g_R||^2
+    return max(0.0, min(1.0, (norm_R**2 - product) / apart)) if apart > 0 else 0.5
+
 # --- 7. Baselines: other ways to combine the same two gradients, or the same two signals -----------------------------
 
 def gradnorm_weights(norm_R, norm_D):
