@@ -2071,7 +2071,7 @@ def test_teachers_are_made_once_and_compared(world, monkeypatch, capsys):
     assert [line.split(" | ")[0] for line in table[2:]] == ["| privileged", "| self-rl", "| larger"]
     assert "loss_reduction_final | gamma | d_par | cka_min" in table[0] and (world / "teachers/curves.png").stat().st_size > 10_000
     runs = {kind: json.loads((world / "teachers" / f"{kind}-0" / "summary.json").read_text()) for kind in ("privileged", "larger")}
-    assert 0 < runs["larger"]["d_par"] < 0.1 and 0.9 < runs["larger"]["cka_min"] <= 1 and len(runs["larger"]["cka"]) == 4
+    assert 0 < runs["larger"]["d_par"] < 0.1 and 0.9 < runs["larger"]["cka_min"] <= 1 and len(runs["larger"]["cka"]) == 5
     first = {kind: records(world / "teachers" / f"{kind}-0")[1] for kind in ("privileged", "larger")}
     assert abs(first["larger"]["loss_D"]) < 1e-6 < first["privileged"]["loss_D"]  # planted: the student itself, without a hint
     monkeypatch.setattr(train, "SELF_RL", " ".join(FAST) + " --method grpo --steps 1")
@@ -2324,7 +2324,8 @@ def test_nothing_but_masked_tokens():  # Hb19
     into = [torch.zeros_like(p) for p in params]
     m3.accumulate(into, z, params, seed)
     assert z.shape == (0, 23) and all((g == 0).all() for g in into)
-    assert ntk.conflict_share(none.float(), none.float(), none) == dict(conflict=0.0, conflict_deadband=0.0)
+    share = ntk.conflict_share(none.float(), none.float(), none, none)
+    assert share == {"conflict": 0.0, "conflict_deadband": 0.0, "conflict_rewarded": None}
 
 
 # --- the program: what it trains on ------------------------------------------------------------------------------------------------
@@ -2999,7 +3000,7 @@ def test_benchmark_toy_step():
     with torch.no_grad():
         z_S, z_T = (model.lm_head(m3.hidden_states(model.base_model, each(p, 8), tokens, 0)) for p in (ids, teacher_ids))
         delta = [mask[..., None] * x for x in (m3.distill_residual(z_S, z_T), m3.reward_residual(z_S, tokens, A))]
-    local = lambda: ntk.kdr_flat(model, full, attention, mask, [[x[mask] for x in delta]], 10**6, "local")
+    local = lambda: ntk.kdr_flat(model, full, attention, mask, [[x[mask] for x in delta]], "local", 10**6)
     params = list(model.parameters())
     optimizer = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in params])
     for p in optimizer.param_groups[0]["params"]:

@@ -16,7 +16,7 @@ whose mathematics lives in m3.py and whose statistics live in ntk.py. Departures
      the clip and the moments' memory.
 """
 
-import argparse, concurrent.futures, contextlib, copy, csv, functools, hashlib, inspect, io, json, math, os, pathlib, random
+import argparse, collections, concurrent.futures, contextlib, copy, csv, functools, hashlib, inspect, io, json, math, os, pathlib, random
 import itertools, re, shutil, signal, subprocess, sys, tempfile, time, zlib
 
 import torch, transformers
@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 import m3, ntk
 
 METRICS = """step reward accuracy loss_R loss_D grad_norm kappa phi conflict conflict_deadband alpha_eff zero_advantage
-clipped entropy length truncated mu lr tokens_per_second seconds collapsed""".split()
+clipped entropy length truncated mu lr tokens_per_second seconds collapsed conflict_rewarded""".split()
 
 # What tells the methods apart. One seed: (1 - alpha) delta_R + alpha delta_D with a fixed alpha ...
 SHARE = {"grpo": 0.0, "opd": 1.0, "rlsd": 0.0, "sdpo": 1.0}  # hybrid: --alpha; the last two for the log alone
@@ -512,6 +512,8 @@ def evaluate(model, tokenizer, rows, flags, eos_ids, prompt="prompt_ids"):
 
 # --- The run ---------------------------------------------------------------------------------------------------------
 
+World = collections.namedtuple("World", "base other tokenizer eos_ids shots problems held_out")
+
 def load(flags, device):
     """(model as it starts, other teacher or None, tokenizer, eos_ids, few-shot rows, problems, held-out problems)."""
     torch.set_num_threads(flags.threads or torch.get_num_threads()), transformers.utils.logging.disable_progress_bar()
@@ -539,7 +541,7 @@ def load(flags, device):
     top = max(tokenizer.pad_token_id, *(max(r["prompt_ids"] + r["teacher_ids"]) for r in problems + held_out))
     if top >= (known := base.get_input_embeddings().num_embeddings):
         fail(f"--model {flags.model}: its tokenizer gives id {top}, it has {known} embeddings: not of one model")
-    return base, other, tokenizer, eos_ids, shots, problems, held_out[:flags.eval_limit]
+    return World(base, other, tokenizer, eos_ids, shots, problems, held_out[:flags.eval_limit])
 
 def train(flags):
     """sample -> reward -> score -> conflict -> seed -> backward -> step -> log. Returns the summary."""
@@ -578,9 +580,6 @@ def train(flags):
             model.load_state_dict(type(base).from_pretrained(out / "last", dtype=base.dtype).state_dict())
     with or_fail(f"--model {flags.model} cannot be trained with these flags", ValueError):
         (backbone, head), (teacher_backbone, teacher_head) = m3.split_head(model), m3.split_head(teacher)
-        if flags.kernel == "local":  # refuses an architecture it does not know now, not after the first rollouts
-            nothing = torch.zeros(1, 2, model.get_output_embeddings().weight.shape[0], device=device)
-            ntk.kdr(model, torch.zeros(1, 4, dtype=torch.long, device=device), torch.ones(1, 4, device=device), nothing, nothing)
     # Dropout would make scoring differ from sampling, so eval mode it is, for good. The one exception is gradient
     # checkpointing, which transformers only does in training mode: there dropout is set to 0 instead.
     model.eval(), teacher.eval()
@@ -588,6 +587,9 @@ def train(flags):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for module in model.modules():
             module.__dict__.update({k: 0.0 for k in ("p", "attention_dropout") if k in module.__dict__})
+    if flags.kernel != "logit":  # now, not after the first rollouts; checkpointing is on, as it will be in training
+        with or_fail(f"--model {flags.model} cannot be trained with these flags", ValueError):
+            ntk.try_kernel(model, flags.kernel)
     params = [p for p in model.parameters() if p.requires_grad]
     # bf16 weights would swallow small steps: the optimizer works on float32 copies, its moments are float32 with them.
     masters = [p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()) for p in params]
@@ -711,8 +713,8 @@ def train(flags):
             if look and flags.kernel != "logit":  # a pass of its own: the gate needs K before the seed can be formed
                 ids, attention, _ = m3.left_pad([owner[b]["prompt_ids"] for b in rows.tolist()], pad_id, device)
                 ids, attention = torch.cat([ids, replies], 1), torch.cat([attention, real.long()], 1)  # [B, L]
-                K, cos = ntk.kdr_flat(model, ids, attention, real, (signals(i)[-2:] for i in chunks(len(y))), flags.vocab_chunk,
-                                      flags.kernel, generator)
+                K, cos = ntk.kdr_flat(model, ids, attention, real, (signals(i)[-2:] for i in chunks(len(y))), flags.kernel,
+                                      flags.vocab_chunk, generator)
             for i in chunks(len(y)):
                 c, z, z_S, z_T, D, clipped, scale, delta_F, delta_R = signals(i)
                 with torch.no_grad():
@@ -814,7 +816,7 @@ def train(flags):
             "step": step, "reward": seen["reward"].mean().item(),
             "loss_R": -(seen["w"] * seen["A"] * seen["logp"]).sum().item(), "loss_D": None if alone else loss_D,
             "grad_norm": grad_norm, "kappa": geometry["kappa"], "phi": geometry["phi"], "alpha_eff": seen["alpha"].mean().item(),
-            **(ntk.conflict_share(seen["K"], seen["cos"], torch.ones_like(rewarded)) if look else {}),
+            **(ntk.conflict_share(seen["K"], seen["cos"], torch.ones_like(rewarded), rewarded) if look else {}),
             "zero_advantage": (seen["advantage"] == 0).float().mean().item(), "entropy": seen["entropy"].mean().item(),
             "clipped": None if alone else seen["clipped"].float().mean().item(), "length": seen["length"].float().mean().item(),
             "truncated": (~seen["ended"]).float().mean().item(), "lr": flags.lr,
