@@ -2115,25 +2115,52 @@ def test_an_architecture_local_does_not_know_is_refused_at_once(world, capsys):
     assert "--kernel logit" in capsys.readouterr().err
 
 
-# --- ntk.py: four kernels, proven against each other ------------------------------------------------------------------------------
+# --- ntk.py: four kernels, proven against each other --------------------------------------------------------
 
 
-V, CONFIGS = 29, dict(qwen3=Qwen3Config, qwen2=Qwen2Config, llama=LlamaConfig, mistral=MistralConfig, phi3=Phi3Config)
+V, CONFIGS = (
+    29,
+    {
+        "qwen3": Qwen3Config,
+        "qwen2": Qwen2Config,
+        "llama": LlamaConfig,
+        "mistral": MistralConfig,
+        "phi3": Phi3Config,
+    },
+)
 
 
 def small(kind="qwen3", tied=True, layers=2):
     torch.manual_seed(0)
     if kind == "gpt2":
-        config = GPT2Config(vocab_size=V, n_embd=16, n_layer=layers, n_head=4, n_positions=32, tie_word_embeddings=tied,
-                            scale_attn_by_inverse_layer_idx=True)
+        config = GPT2Config(
+            vocab_size=V,
+            n_embd=16,
+            n_layer=layers,
+            n_head=4,
+            n_positions=32,
+            tie_word_embeddings=tied,
+            scale_attn_by_inverse_layer_idx=True,
+        )
     else:
-        more = dict(qwen3=dict(head_dim=6), mistral=dict(sliding_window=4),
-                    llama=dict(attention_bias=True, mlp_bias=True))
-        config = CONFIGS[kind](vocab_size=V, hidden_size=16, intermediate_size=20, num_hidden_layers=layers,
-                               num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied, pad_token_id=0,
-                               **more.get(kind, {}))
+        more = {
+            "qwen3": {"head_dim": 6},
+            "mistral": {"sliding_window": 4},
+            "llama": {"attention_bias": True, "mlp_bias": True},
+        }
+        config = CONFIGS[kind](
+            vocab_size=V,
+            hidden_size=16,
+            intermediate_size=20,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=tied,
+            pad_token_id=0,
+            **more.get(kind, {}),
+        )
     model = AutoModelForCausalLM.from_config(config).double()
-    with torch.no_grad():       # norm weights off 1, biases off 0, weights large enough to matter
+    with torch.no_grad():  # norm weights off 1, biases off 0, weights large enough to matter
         for p in model.parameters():
             p.mul_(2 if p.ndim > 1 else 1).add_(0.2 * torch.randn_like(p))
     return model.eval()
@@ -2145,23 +2172,36 @@ def rows_of(B=4, prompt=5, N=5, group=2, seed=1):
     ids = torch.randint(1, V, (B, prompt + N), generator=g)
     mask = torch.ones_like(ids)
     for i in range(B):
-        ids[i, :prompt], mask[i, :i // group] = ids[i - i % group, :prompt], 0
-        mask[i, prompt + N - i % 3:] = 0
-    delta = [torch.randn(B, N, V, generator=g, dtype=torch.float64).softmax(-1) * (1 + torch.arange(B)[:, None, None]) -
-             torch.randn(B, N, V, generator=g, dtype=torch.float64).mul(2).softmax(-1) for _ in range(2)]
+        ids[i, :prompt], mask[i, : i // group] = ids[i - i % group, :prompt], 0
+        mask[i, prompt + N - i % 3 :] = 0
+    delta = [
+        torch.randn(B, N, V, generator=g, dtype=torch.float64).softmax(-1)
+        * (1 + torch.arange(B)[:, None, None])
+        - torch.randn(B, N, V, generator=g, dtype=torch.float64).mul(2).softmax(-1)
+        for _ in range(2)
+    ]
     return (ids, mask, *(d * mask[:, prompt:, None] for d in delta))
 
 
 def position_gradients(model, ids, mask, delta):
-    """The plain loop: J^n delta^n by one backward pass per position over the whole row -> [B,N,parameters]."""
+    """The plain loop: J^n delta^n, one backward pass per position over the whole row -> [B,N,parameters]."""
     B, N, _ = delta.shape
     params, out = [p for p in model.parameters() if p.requires_grad], []
     for b in range(B):
-        row, m = ids[b:b + 1], mask[b:b + 1]
+        row, m = ids[b : b + 1], mask[b : b + 1]
         z = model(input_ids=row, attention_mask=m, position_ids=ntk._positions(m)).logits[0]
         for n in range(N):
-            g = torch.autograd.grad((z[-N - 1 + n] * delta[b, n]).sum(), params, retain_graph=True, allow_unused=True)
-            out.append(torch.cat([(torch.zeros_like(p) if x is None else x).flatten() for x, p in zip(g, params)]))
+            g = torch.autograd.grad(
+                (z[-N - 1 + n] * delta[b, n]).sum(), params, retain_graph=True, allow_unused=True
+            )
+            out.append(
+                torch.cat(
+                    [
+                        (torch.zeros_like(p) if x is None else x).flatten()
+                        for x, p in zip(g, params, strict=False)
+                    ]
+                )
+            )
     return torch.stack(out).view(B, N, -1)
 
 
@@ -2172,7 +2212,7 @@ def loop(model, ids, mask, delta_D, delta_R):
 
 
 def close(got, want, tol=1e-9):
-    for x, y in zip(got, want):
+    for x, y in zip(got, want, strict=False):
         assert torch.isfinite(x).all() and (x - y).abs().max() <= tol * y.abs().max(), (x, y)
 
 
@@ -2187,18 +2227,24 @@ def cut_attentions():
     AttentionInterface.register("cut_plainly", cut_attention)
     AttentionMaskInterface.register("cut_plainly", eager_mask)
     yield
-    AttentionInterface._global_mapping.pop("cut_plainly"), AttentionMaskInterface._global_mapping.pop("cut_plainly")
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop("cut_plainly")
 
 
 class Linear2(nn.Module):
     """z = W2 W1 e(token): everything of K_DR can be written down."""
+
     def __init__(self):
         super().__init__()
-        self.e, self.W1, self.W2 = nn.Embedding(V, 6), nn.Linear(6, 5, bias=False), nn.Linear(5, V, bias=False)
+        self.e, self.W1, self.W2 = (
+            nn.Embedding(V, 6),
+            nn.Linear(6, 5, bias=False),
+            nn.Linear(5, V, bias=False),
+        )
         self.e.weight.requires_grad_(False)
 
     def forward(self, input_ids, logits_to_keep=0, **kwargs):
-        return type("Out", (), dict(logits=self.W2(self.W1(self.e(input_ids)))[:, -logits_to_keep:]))
+        return type("Out", (), {"logits": self.W2(self.W1(self.e(input_ids)))[:, -logits_to_keep:]})
 
 
 class Lora(nn.Module):
@@ -2214,13 +2260,16 @@ class Lora(nn.Module):
 def with_lora(model):
     model.requires_grad_(False)
     for layer in model.model.layers:
-        for part, names in ((layer.self_attn, ("q_proj", "k_proj", "v_proj", "o_proj")), (layer.mlp, ("down_proj",))):
+        for part, names in (
+            (layer.self_attn, ("q_proj", "k_proj", "v_proj", "o_proj")),
+            (layer.mlp, ("down_proj",)),
+        ):
             for name in names:
                 setattr(part, name, Lora(getattr(part, name)))
     return model.double()
 
 
-# ---------------------------------------------------------------------------------------------- exact and hutchinson
+# --- exact and hutchinson -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_exact_is_the_loop(kind):
     model, data = small(kind), rows_of()
@@ -2258,15 +2307,16 @@ def test_hutchinson():
     model, data = small(), rows_of()
     want = ntk.kdr(model, *data, "exact")
     close(ntk.kdr(model, *data, "hutchinson", signs=hadamard(8)[:, None, :5].expand(-1, 4, -1)), want, 1e-6)
-    signs = hadamard(16)[:, :10].reshape(16, 2, 5).repeat(1, 2, 1)       # two rows share each probe
-    close(ntk.kdr(model, *data, "hutchinson", signs=signs, rows=2), want, 1e-6)       # (norms are float32 inside)
-    seeded = [ntk.kdr(model, *(x[:1] for x in data), "hutchinson", probes=32,
-                      generator=torch.Generator().manual_seed(0))[0] for _ in range(2)]
+    seeded = []
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(0)
+        row = [x[:1] for x in data]
+        seeded.append(ntk.kdr(model, *row, "hutchinson", probes=32, generator=generator)[0])
     assert (seeded[0] == seeded[1]).all()
-    close(seeded[:1], [want[0][:1]], 0.5)                                    # the mean of random probes comes near
+    close(seeded[:1], [want[0][:1]], 0.5)  # the mean of random probes comes near
 
 
-# ---------------------------------------------------------------------------------------------- the local kernel
+# --- the local kernel ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", [*CONFIGS, "gpt2"])
 def test_local_is_exact_under_the_same_cut(kind, tied):
@@ -2274,7 +2324,9 @@ def test_local_is_exact_under_the_same_cut(kind, tied):
     order = torch.tensor([3, 0, 2, 1])  # prompts are recognised and run once wherever their rows stand
     with shapes_read(model.get_decoder()) as read:
         got, shuffled = ntk.kdr(model, *data, "local"), ntk.kdr(model, *(x[order] for x in data), "local")
-    assert read == [(2, 4), (8, 5)] * 2  # all but the last column of 2 prompts, then the 5 input tokens of twice 4 rows
+    assert (
+        read == [(2, 4), (8, 5)] * 2
+    )  # all but the last column of 2 prompts, then the 5 input tokens of twice 4 rows
     model.set_attn_implementation("cut_plainly")
     close(got, ntk.kdr(model, *data, "exact"))
     close(shuffled, [x[order] for x in got])
@@ -2282,19 +2334,22 @@ def test_local_is_exact_under_the_same_cut(kind, tied):
 
 @pytest.mark.parametrize("change", ["lora", "norms", "head", "one_prompt_column", "chunks"])
 def test_local_counts_what_is_trained(change):
-    model, data = small(), rows_of(**dict(prompt=1, group=1) if change == "one_prompt_column" else {})
+    model, data = small(), rows_of(**{"prompt": 1, "group": 1} if change == "one_prompt_column" else {})
     if change == "one_prompt_column":
         data[1][:, 0] = 1
     if change == "lora":
         with_lora(model)
     if change in ("norms", "head"):
         for name, p in model.named_parameters():
-            p.requires_grad_(("norm" in name) == (change == "norms") and (change == "norms" or "embed" in name))
-    if change == "chunks":              # the training loop's way: residuals seen by chunks of positions
+            p.requires_grad_(
+                ("norm" in name) == (change == "norms") and (change == "norms" or "embed" in name)
+            )
+    if change == "chunks":  # the training loop's way: residuals seen by chunks of positions
         ids, mask, D, R = data
-        parts = [ntk.head_terms(model, D[:, i], R[:, i], ids[:, 4:-1][:, i]) for i in (slice(0, 2), slice(2, 5))]
-        terms = {k: torch.cat([p[k] for p in parts], 1) for k in parts[0]}
-        K = ntk.local_terms(model, ids, mask, 5, terms)[0]
+        read, halves = ids[:, 4:-1], (slice(0, 2), slice(2, 5))
+        parts = [ntk.head_terms(model, D[:, i], R[:, i], read[:, i]) for i in halves]
+        terms = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+        K = ntk.local_terms(model, ids, mask, terms)[0]
         return close([K], ntk.kdr(model, *data, "local")[:1])
     got = ntk.kdr(model, *data, "local")
     model.set_attn_implementation("cut_plainly")
@@ -2313,15 +2368,105 @@ def test_local_is_exact_where_nothing_is_left_out():
 def test_flat_tokens_by_chunks_are_the_same(kernel, monkeypatch):
     model, (ids, mask, D, R) = small(), rows_of(B=6)
     R[2:5] = 0  # rows without a reward signal: K = cos = 0, and `local` does not run them
-    real, ran, local = mask[:, -D.shape[1]:].bool(), [], ntk.local_terms
-    monkeypatch.setattr(ntk, "local_terms", lambda model, ids, *rest: ran.append(len(ids)) or local(model, ids, *rest))
+    real, ran, local = mask[:, -D.shape[1] :].bool(), [], ntk.local_terms
+
+    def counted(model, ids, *rest):
+        ran.append(len(ids))
+        return local(model, ids, *rest)
+
+    monkeypatch.setattr(ntk, "local_terms", counted)
     for chunk in (4, 100):
-        pieces = list(zip(D[real].split(chunk), R[real].split(chunk)))
+        pieces = zip(D[real].split(chunk), R[real].split(chunk), strict=True)
         got = ntk.kdr_flat(model, ids, mask, real, pieces, kernel, chunk)
         close(got, [x[real] for x in ntk.kdr(model, ids, mask, D, R, kernel)])
     assert ran[::2] == ([3, 3] if kernel == "local" else []) and (got[0] == 0).sum() >= real[2:5].sum()
     if kernel == "local":  # no row at all has one
-        assert not torch.stack(ntk.kdr_flat(model, ids, mask, real, [(D[real], 0 * R[real])], kernel, 100)).any()
+        assert not torch.stack(ntk.kdr_flat(model, ids, mask, real, [(D[real], 0 * R[real])], kernel)).any()
+
+
+def test_local_by_hand():
+    """The worked case in ntk.py's comments: a linear layer at two positions; then a norm of 1 + w."""
+    a = torch.tensor([[[1.0, 2], [0, 3]]])
+    b_D, b_R = torch.tensor([[[1.0, -1], [0, 1]]]), torch.tensor([[[2.0, 1], [1, -2]]])
+    layer, terms = nn.Linear(2, 2), torch.zeros(3, 1, 2)
+    layer.register_forward_hook(ntk._hook(["weight"], terms, {}))
+    out = layer(a.repeat_interleave(2, 0))
+    out.backward(torch.cat([b_D, b_R]))
+    assert terms.tolist() == [[[5.0, -18.0]], [[10.0, 9.0]], [[25.0, 45.0]]]
+    assert ntk.linear_share(a, b_D, b_R, ["weight", "bias"])[0].tolist() == [[6.0, -20.0]]
+
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = (
+                nn.Parameter(torch.tensor([5.0, 7.0])),
+                nn.Parameter(torch.tensor([9.0, 9.0])),
+            )
+
+        def forward(self, x):
+            return x / 2 * (1 + self.weight) + self.bias
+
+    share = ntk.norm_share(Norm(), a, b_D, b_R, ["weight"])  # x_hat = (0.5, 1) and (0, 1.5)
+    assert share[0].tolist() == [[2 * 0.25 - 1, -2 * 2.25]]
+    share = ntk.norm_share(Norm(), a, b_D, b_R, ["weight", "bias"])
+    assert share[0].tolist() == [[2 * 0.25 - 1 + 1, -2 * 2.25 - 2]]
+    heads = torch.stack([a, 2 * a], 2)  # [1,2,2 heads,2]: one weight serves both, gradients add up first
+    pair = [torch.stack([b, b], 2) for b in (b_D, b_R)]
+    assert ntk.norm_share(Norm(), heads, *pair, ["weight"])[0].tolist() == [
+        [9 * (2 * 0.25 - 1), 9 * -2 * 2.25]
+    ]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_local_where_embeddings_are_scaled_in_place(frozen):  # CTRL
+    torch.manual_seed(0)
+    config = transformers.CTRLConfig(vocab_size=V, n_positions=32, n_embd=16, dff=20, n_layer=2, n_head=2)
+    model, data = AutoModelForCausalLM.from_config(config).double().eval(), rows_of()
+    if frozen:
+        model.get_input_embeddings().requires_grad_(False)
+    got = ntk.kdr(model, *data, "local")
+    ntk.try_kernel(model.float(), "local")
+    model.double().set_attn_implementation("cut_plainly")
+    close(got, loop(model, *data))
+
+
+def test_a_kernel_that_cannot_run_says_so_at_the_start():
+    def made(config):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+    shape = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    moe = made(transformers.Qwen3MoeConfig(**shape, **experts, intermediate_size=20, num_key_value_heads=2))
+    bloom = made(BloomConfig(vocab_size=V, hidden_size=16, n_layer=2, n_head=2))
+    checkpointed = small().float()
+    checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for model in (moe, bloom):
+        for kernel in ("exact", "logit"):
+            ntk.try_kernel(model, kernel)
+    for model, kernel in (
+        (moe, "hutchinson"),
+        (bloom, "hutchinson"),
+        (checkpointed, "hutchinson"),
+        (moe, "local"),
+        (bloom, "local"),
+    ):
+        with pytest.raises(ValueError, match="--kernel logit") as error:
+            ntk.try_kernel(model, kernel)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 400
+    for kernel in ("local", "exact", "hutchinson", "logit"):
+        for dtype in (torch.float32, torch.bfloat16):
+            ntk.try_kernel(small().to(dtype), kernel)
+            ntk.try_kernel(with_lora(small()).to(dtype), kernel)
+    ntk.try_kernel(checkpointed, "local")
+
+
+def test_a_model_that_local_would_get_wrong_is_refused():
+    model = small().float()
+    layer = model.model.layers[0].mlp.down_proj
+    layer.register_forward_hook(lambda module, args, out: out + args[0] @ module.weight.T)  # a second use
+    with pytest.raises(ValueError, match="exact under the same cut"):
+        ntk.try_kernel(model, "local")
 
 
 def test_low_precision():
@@ -2335,7 +2480,9 @@ def test_low_precision():
 
 def test_errors_name_the_mend():
     model, data = small(), rows_of()
-    bloom = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=V, hidden_size=16, n_layer=2, n_head=2)).double()
+    bloom = AutoModelForCausalLM.from_config(
+        BloomConfig(vocab_size=V, hidden_size=16, n_layer=2, n_head=2)
+    ).double()
     odd = small()
     odd.model.layers[0].mlp.scale = nn.Parameter(torch.ones(2, 2))
     capped = small()
@@ -2350,7 +2497,7 @@ def test_errors_name_the_mend():
         ntk.kdr(model, *data[:3], data[3][:, 1:])
 
 
-# ---------------------------------------------------------------------------------------------- all kernels
+# --- all kernels --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kernel", ["logit", "local", "exact", "hutchinson"])
 def test_model_comes_back_as_it_was(kernel):
     model, data = small(), rows_of()
@@ -2359,9 +2506,20 @@ def test_model_comes_back_as_it_was(kernel):
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
 
     def state():
-        hooks = [(n, m.training, len(m._forward_hooks), len(m._backward_hooks)) for n, m in model.named_modules()]
-        weights = [(n, p.requires_grad, p._backward_hooks, p.data_ptr(), p.sum().item(), p.grad is None or p.grad.sum())
-                   for n, p in model.named_parameters()]
+        hooks = [
+            (n, m.training, len(m._forward_hooks), len(m._backward_hooks)) for n, m in model.named_modules()
+        ]
+        weights = [
+            (
+                n,
+                p.requires_grad,
+                p._backward_hooks,
+                p.data_ptr(),
+                p.sum().item(),
+                p.grad is None or p.grad.sum(),
+            )
+            for n, p in model.named_parameters()
+        ]
         interface = model.config._attn_implementation, sorted(AttentionInterface._global_mapping)
         return hooks, weights, interface, torch.is_grad_enabled()
 
@@ -2369,7 +2527,7 @@ def test_model_comes_back_as_it_was(kernel):
         before = state()
         ntk.kdr(model, *data, kernel)
         assert state() == before
-        if kernel == "local":                               # also after an error halfway
+        if kernel == "local":  # also after an error halfway
             model.config.num_hidden_layers = 9
             with pytest.raises((ValueError, IndexError)):
                 ntk.kdr(model, *data, kernel)
@@ -2380,31 +2538,39 @@ def test_model_comes_back_as_it_was(kernel):
 def test_invariances(kernel):
     model, (ids, mask, D, R) = small(), rows_of()
     want = ntk.kdr(model, ids, mask, D, R, kernel)
-    pad = lambda x: torch.cat([torch.zeros_like(x[:, :3]), x], 1)
-    close(ntk.kdr(model, pad(ids), pad(mask), D, R, kernel), want)                                     # left padding
-    more = lambda x: torch.cat([x, torch.zeros_like(x[:, :2])], 1)
-    close([x[:, :5] for x in ntk.kdr(model, *map(more, (ids, mask, D, R)), kernel)], want)              # right padding
+
+    def pad(x):
+        return torch.cat([torch.zeros_like(x[:, :3]), x], 1)
+
+    def more(x):
+        return torch.cat([x, torch.zeros_like(x[:, :2])], 1)
+
+    close(ntk.kdr(model, pad(ids), pad(mask), D, R, kernel), want)  # left padding
+    close([x[:, :5] for x in ntk.kdr(model, *map(more, (ids, mask, D, R)), kernel)], want)  # right padding
     order = torch.tensor([2, 0, 3, 1])
-    close(ntk.kdr(model, *(x[order] for x in (ids, mask, D, R)), kernel), [x[order] for x in want])     # row order
-    halves = [ntk.kdr(model, *(x[i:i + 2] for x in (ids, mask, D, R)), kernel) for i in (0, 2)]
-    close([torch.cat(x) for x in zip(*halves)], want)                                                  # batch split
+    shuffled = ntk.kdr(model, *(x[order] for x in (ids, mask, D, R)), kernel)
+    close(shuffled, [x[order] for x in want])  # row order
+    halves = [ntk.kdr(model, *(x[i : i + 2] for x in (ids, mask, D, R)), kernel) for i in (0, 2)]
+    close([torch.cat(x) for x in zip(*halves, strict=False)], want)  # batch split
     junk = torch.where(mask.bool(), ids, 7)
-    close(ntk.kdr(model, junk, mask, D, R, kernel), want)                                              # masked tokens
+    close(ntk.kdr(model, junk, mask, D, R, kernel), want)  # masked tokens
     R = R.clone()
-    R[1, 2] = 0                                                                 # A = 0, or clipped
+    R[1, 2] = 0  # A = 0, or clipped
     K, cos = ntk.kdr(model, ids, mask, D, R, kernel)
     assert K[1, 2] == cos[1, 2] == 0 and (K[1, 1] != 0) and cos.abs().max() <= 1
 
 
 @pytest.mark.parametrize("kernel", ["logit", "local", "exact"])
 def test_conflict_on_purpose(kernel):
-    """A > 0 on a token that the teacher puts far below the student: the two pushes must fight; far above: agree."""
+    """A > 0 on a token that the teacher puts far below the student: the pushes fight; far above: agree."""
     model, (ids, mask, _, _) = small(), rows_of()
     z = model(input_ids=ids, attention_mask=mask, position_ids=ntk._positions(mask)).logits[:, 4:-1].detach()
     y = ids[:, 5:, None]
     R = -(torch.zeros_like(z).scatter(-1, y, 1.0) - z.softmax(-1)) * mask[:, 5:, None]
     for shift, sign in ((-8.0, -1), (8.0, 1)):
-        D = (z.softmax(-1) - z.scatter_add(-1, y, torch.full_like(z[..., :1], shift)).softmax(-1)) * mask[:, 5:, None]
+        D = (z.softmax(-1) - z.scatter_add(-1, y, torch.full_like(z[..., :1], shift)).softmax(-1)) * mask[
+            :, 5:, None
+        ]
         assert (ntk.kdr(model, ids, mask, D, R, kernel)[1] * sign >= 0).all()
 
 
@@ -2426,35 +2592,101 @@ def test_eq13_select_keeps_the_reward():
     assert (K < 0).any() and ((h_H * h_R).sum(-1) >= (1 - 0.4) * h_R.square().sum(-1) - 1e-12).all()
 
 
-# ---------------------------------------------------------------------------------------------- batch statistics
+def guarantees(model):
+    """Exact K, h_D, h_R of normalised residuals, and the live positions (each [B,N,...])."""
+    ids, mask, D, R = rows_of()
+    D, R = m3.normalize(D, 0.1), m3.normalize(R, 0.1)
+    K = ntk.kdr(model, ids, mask, D, R, "exact")[0]
+    h_D, h_R = (position_gradients(model, ids, mask, x) for x in (D, R))
+    live = mask[:, 5:].bool()
+    assert (K[live] < 0).any() and (K[live] > 0).any()
+    return K, h_D, h_R, live
+
+
+def test_prop9_a_select_step_never_hurts_the_reward():
+    """Eq 13 as a step: at every position the reward's local loss <z^n, delta_R> falls at least (1 -
+    alpha_max) times as much as under the reward alone. Without the gate it does not, on any conflict."""
+    model, (ids, mask, _, R) = small(), rows_of()
+    R = m3.normalize(R, 0.1)
+    K, h_D, h_R, live = guarantees(model)
+    alpha_max, eta = 0.8, 1e-6
+
+    def fall(step, b, n):
+        """How much the loss of this position falls along this step, by running the model at both ends."""
+        ends = []
+        for sign in (1, -1):
+            moved, at = copy.deepcopy(model), 0
+            with torch.no_grad():
+                for p in moved.parameters():
+                    p += sign * eta * step[at : at + p.numel()].view_as(p)
+                    at += p.numel()
+                z = moved(
+                    input_ids=ids[b : b + 1],
+                    attention_mask=mask[b : b + 1],
+                    position_ids=ntk._positions(mask[b : b + 1]),
+                ).logits[0, 4 + n]
+            ends.append((z @ R[b, n]).item())
+        return (ends[0] - ends[1]) / (2 * eta)
+
+    worse = 0
+    for b, n in live.nonzero().tolist():
+        alpha = m3.gate_select(K[b, n], alpha_max)
+        gated, ungated = (a * h_D[b, n] + (1 - a) * h_R[b, n] for a in (alpha, alpha_max))
+        reward_alone = h_R[b, n].square().sum().item()
+        assert fall(gated, b, n) >= (1 - alpha_max) * reward_alone * (1 - 1e-6)
+        worse += fall(ungated, b, n) < (1 - alpha_max) * reward_alone * (1 - 1e-6)
+    assert worse == int((K[live] < 0).sum()) > 0
+
+
+def test_prop16_what_the_gate_gains_over_m3_norm():
+    """alpha_max (||h_R||^2 - K_DR(n)) > 0 of alignment with the reward on a conflict, nothing elsewhere."""
+    K, h_D, h_R, live = guarantees(small())
+    alpha_max = 0.25  # exact in float32, which the gate gives
+    alpha = m3.gate_select(K, alpha_max).double()[..., None]
+    gated, ungated = (a * h_D + (1 - a) * h_R for a in (alpha, alpha_max))
+    gain = ((gated - ungated) * h_R).sum(-1)
+    want = torch.where(K < 0, alpha_max * (h_R.square().sum(-1) - K), 0.0)
+    torch.testing.assert_close(gain, want)
+    assert (gain[live & (K < 0)] > 0).all()
+
+
+# --- batch statistics ---------------------------------------------------------------------------------------
 def test_geometry_eq7_and_eq72():
     model, (ids, mask, D, R) = small(), rows_of()
-    params = [p for p in model.parameters()]
+    params = list(model.parameters())
     z = model(input_ids=ids, attention_mask=mask, position_ids=ntk._positions(mask)).logits[:, 4:-1]
     model.lm_head.weight.grad = mark = torch.ones_like(model.lm_head.weight)
     got = ntk.gradient_geometry(model, z, D / 20, R / 20)
     assert model.lm_head.weight.grad is mark and all(not p._post_accumulate_grad_hooks for p in params)
     assert all(p.grad is None for p in params if p is not model.lm_head.weight)
     g_D, g_R = (torch.autograd.grad(z, params, x / 20, retain_graph=True) for x in (D, R))
-    assert got == pytest.approx(m3.geometry(g_R, g_D)) and got["kappa"] == pytest.approx(got["norm_R"] / got["norm_D"])
+    assert got == pytest.approx(m3.geometry(g_R, g_D))
+    assert got["kappa"] == pytest.approx(got["norm_R"] / got["norm_D"])
     flat_D, flat_R = (torch.cat([g.flatten() for g in x]) for x in (g_D, g_R))
     assert got["norm_D"] == pytest.approx(flat_D.norm().item())
     assert got["phi"] == pytest.approx(torch.cosine_similarity(flat_D, flat_R, 0).item())
     h_D, h_R = (position_gradients(model, ids, mask, x).flatten(0, 1) for x in (D, R))
-    pairs = (h_D @ h_R.T) / 400                                                 # N = 20 positions
+    pairs = (h_D @ h_R.T) / 400  # N = 20 positions
     assert got["phi"] * got["norm_R"] * got["norm_D"] == pytest.approx(pairs.sum().item())
     K = ntk.kdr(model, ids, mask, D, R, "exact")[0]
     assert pairs.diagonal().sum().item() == pytest.approx(K.sum().item() / 400)
 
 
 def test_geometry_of_nothing():
-    one, zero, inf = [torch.ones(3), None], [torch.zeros(3), None], float("inf")
-    for g_R, g_D, kappa in ((zero, one, 0.0), (one, zero, inf), (zero, zero, 0.0)):
+    """Without a reward gradient there is no kappa: a 0 would be averaged into the probe's verdict."""
+    one, zero = [torch.ones(3), None], [torch.zeros(3), None]
+    for g_R, g_D, want in (
+        (zero, one, (None, None)),
+        (one, zero, (math.inf, 0.0)),
+        (zero, zero, (None, None)),
+    ):
         got = m3.geometry(g_R, g_D)
-        assert (got["kappa"], got["phi"]) == (kappa, 0.0) and not ntk.distillation_hurt(0.0, kappa, 1.0)
+        assert (got["kappa"], got["phi"]) == want
+        assert ntk.distillation_hurt(got["phi"], got["kappa"], 0.5) is False
+    assert m3.minnorm(0.0, 2.0, 0.0)[1] == 0.0 and m3.minnorm(0.0, 0.0, 0.0)[1] == 0.5
     model, (ids, mask, D, R) = small(), rows_of()
     z = model(input_ids=ids, attention_mask=mask).logits[:, 4:-1]
-    assert ntk.gradient_geometry(model, z, D, 0 * R)["kappa"] == 0.0
+    assert ntk.gradient_geometry(model, z, D, 0 * R)["kappa"] is None
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -2465,7 +2697,7 @@ def test_min_norm_and_hurt_by_brute_force(seed):
     grid = torch.linspace(0, 1, 2001, dtype=torch.float64)[:, None]
     best = grid[(grid * g_D + (1 - grid) * g_R).norm(dim=-1).argmin()].item()
     assert m3.minnorm(got["norm_R"], got["norm_D"], got["phi"])[1] == pytest.approx(best, abs=1e-3)
-    for alpha in (0.0, 0.1, 0.5, 0.9, 1.0):                 # hurt: the step -(alpha g_D + (1-alpha) g_R) climbs L_D
+    for alpha in (0.0, 0.1, 0.5, 0.9, 1.0):  # hurt: the step -(alpha g_D + (1-alpha) g_R) climbs L_D
         step = alpha * g_D + (1 - alpha) * g_R
         assert ntk.distillation_hurt(got["phi"], got["kappa"], alpha) == bool(g_D @ step < 0)
 
@@ -2473,39 +2705,136 @@ def test_min_norm_and_hurt_by_brute_force(seed):
 def test_shares_folding_and_verdict():
     assert m3.minnorm(1.0, 1.0, 1.0)[1] == 0.5 and m3.minnorm(2.0, 0.0, 0.0)[1] == 1.0
     K, cos = torch.tensor([[-1.0, -1e-6, 0.0, 2.0, -3.0]]), torch.tensor([[-0.5, -1e-5, 0.0, 0.1, -0.2]])
-    assert ntk.conflict_share(K, cos, torch.tensor([[1, 1, 1, 1, 0]])) == dict(conflict=0.5, conflict_deadband=0.25)
-    assert ntk.conflict_share(K, cos, torch.zeros(1, 5)) == dict(conflict=0.0, conflict_deadband=0.0)
+    mask, rewarded, none = torch.tensor([[1, 1, 1, 1, 0]]), torch.tensor([[1, 0, 1, 1, 1]]), torch.zeros(1, 5)
+    got = ntk.conflict_share(K, cos, mask, rewarded)  # of rewarded real tokens: 0, 2, 3
+    assert got == {"conflict": 0.5, "conflict_deadband": 0.25, "conflict_rewarded": pytest.approx(1 / 3)}
+    nothing = {"conflict": 0.0, "conflict_deadband": 0.0, "conflict_rewarded": None}
+    assert ntk.conflict_share(K, cos, none, rewarded) == nothing
+    assert ntk.conflict_share(K, cos, mask, none)["conflict_rewarded"] is None
     a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])
-    assert ntk.gradient_folding([a, a, a]) == pytest.approx(0) and ntk.gradient_folding([a, -a]) == pytest.approx(1)
+    assert ntk.gradient_folding([a, a, a]) == pytest.approx(0) and ntk.gradient_folding(
+        [a, -a]
+    ) == pytest.approx(1)
     assert ntk.gradient_folding([[a, b], [a, -b]]) == pytest.approx(1 - 4 / (2 * 10))
     assert ntk.gradient_folding([0 * a, 0 * a]) == 0
-    for kappa, conflict, method in ((6e3, .1, "m3-select"), (5e3, .1, "m3-soft"), (1001, .4, "m3-soft"),
-                                    (1e3, .5, "hybrid"), (10, .6, "m3-select")):
+    for kappa, conflict, method in (
+        (6e3, 0.1, "m3-select"),
+        (5e3, 0.1, "m3-soft"),
+        (1001, 0.4, "m3-soft"),
+        (1e3, 0.5, "hybrid"),
+        (10, 0.6, "m3-select"),
+    ):
         got, sentence = ntk.probe_verdict(kappa, conflict)
         assert got == method and method in sentence and "Caveat" in sentence
-    with pytest.raises(ValueError):
-        ntk.probe_verdict(float("nan"), 0.1)
+    for kappa, conflict in ((math.nan, 0.1), (None, 0.1), (1.0, math.nan)):
+        with pytest.raises(ValueError):
+            ntk.probe_verdict(kappa, conflict)
 
 
-# ---------------------------------------------------------------------------------------------- diagnostics
+# --- diagnostics --------------------------------------------------------------------------------------------
 def test_diagnostics():
-    assert ntk.learning_signal(3.0, 2.0) == 2.25 and ntk.learning_signal(1.0, 0.0) != ntk.learning_signal(1.0, 0.0)
+    assert ntk.learning_signal(3.0, 2.0) == 2.25 and math.isnan(ntk.learning_signal(1.0, 0.0))
     g0, g1, h0, h1 = (torch.tensor(x) for x in ([1.0, 2.0], [3.0, -2.0], [1.0, 1.0], [0.0, 4.0]))
     got = ntk.occupancy([g0], [g1], h0, h1)
-    assert got == dict(g2=-1.0, X=4.5, alpha=-4.5)          # 1*3 - 2*2; (1*3 - 1*2 + 0*1 + 4*2)/2: signs are kept
+    assert got == {
+        "g2": -1.0,
+        "X": 4.5,
+        "alpha": -4.5,
+    }  # 1*3 - 2*2; (1*3 - 1*2 + 0*1 + 4*2)/2: signs are kept
     X, Y = torch.randn(12, 5), torch.randn(12, 7)
     Q = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64))[0]
     x, y = (t.double() - t.double().mean(0) for t in (X, Y))
     want = (y.T @ x).norm() ** 2 / ((x.T @ x).norm() * (y.T @ y).norm())
     assert ntk.linear_cka(X, Y) == pytest.approx(want.item())
-    assert ntk.linear_cka(X, 3 * X.double() @ Q + 5) == pytest.approx(1) and ntk.linear_cka(X, torch.ones(12, 2)) == 0
+    assert (
+        ntk.linear_cka(X, 3 * X.double() @ Q + 5) == pytest.approx(1)
+        and ntk.linear_cka(X, torch.ones(12, 2)) == 0
+    )
     model = small()
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     with torch.no_grad():
-        model.lm_head.weight += 0.5                         # tied: counts once, above and below the line
+        model.lm_head.weight += 0.5  # tied: counts once, above and below the line
     sizes = {n: p.numel() for n, p in model.named_parameters()}
-    want = 0.5 * sizes["model.embed_tokens.weight"] ** 0.5 / sum(p.square().sum().item() for p in start.values()) ** 0.5
-    assert "lm_head.weight" not in sizes and ntk.parameter_change(model, start) == pytest.approx(want, rel=1e-5)
+    want = (
+        0.5
+        * sizes["model.embed_tokens.weight"] ** 0.5
+        / sum(p.square().sum().item() for p in start.values()) ** 0.5
+    )
+    assert "lm_head.weight" not in sizes and ntk.parameter_change(model, start) == pytest.approx(
+        want, rel=1e-5
+    )
+
+
+def test_signal_drop_by_hand():
+    losses = [4.0, 2.0, 2.0, 1.0, 0.5, None, 0.5, -1.0]
+    norms = [4.0, 2.0, 6.0, 2.0, None, 1.0, 1.0, 1.0]  # mu: 2, 1, 9, 2, none, none, 1, none
+    got = ntk.signal_drop(losses, norms, 3)
+    assert got == {"before": 2.0, "after": 1.5, "drop": 4 / 3, "remaining": 0.375, "last50": 2.0}
+    empty = ntk.signal_drop([1.0, 0.0], [None, 1.0], 1)
+    assert all(math.isnan(empty[name]) for name in ("before", "after", "drop", "last50"))
+    late = ntk.signal_drop(
+        [1.0] * 100, [2.0] * 10 + [1.0] * 30 + [20.0] * 60, 10
+    )  # 30 steps after the split, no more
+    assert (late["before"], late["after"], late["last50"]) == (2.0, 0.5, 200.0)
+
+
+# [VLS] Table E.3 as printed: before, after, drop, remaining in %, last 50; checkpoints with 1 + X/g^2 > 0
+TABLE_E3 = {
+    "RL-Code": ("272", "40.9", "6.7", "12.6", "2.37", None),
+    "JustRL": ("7.11", "3.37", "2", "73.0", "0.56", 13),
+    "Qwen3-14B": ("60.7", "5.05", "12.0", "98.8", "3.78", 19),
+    "Skywork": ("3.73", "0.38", "10", "86.5", "0.090", 12),
+    "R1-Distill-7B": ("1.14", "0.121", "9", "86.5", "0.056", 13),
+}
+
+
+def test_the_published_table_comes_out():
+    curves = ntk.read_curves([])
+    assert set(curves) == set(TABLE_E3)
+    for name, (*printed, falls) in TABLE_E3.items():
+        curve = curves[name]
+        assert len(curve["training"]) == 200 and len(curve["occupancy"]) == (20 if falls else 0)
+        got = ntk.signal_drop(*zip(*curve["training"], strict=True), curve["split"])
+        got["remaining"] *= 100
+        for value, text in zip(got.values(), printed, strict=True):
+            places = len(text.partition(".")[2])
+            assert abs(value - float(text)) <= 0.5001 * 10**-places, (name, value, text)
+        assert falls is None or sum(1 + X / g2 > 0 for g2, X in curve["occupancy"]) == falls
+    assert "MIT License" in (HERE / "assets" / "vls" / "SOURCE.md").read_text(encoding="utf-8")
+
+
+def test_our_runs_beside_the_published_ones(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = [{"step": 0, "loss_D": None, "grad_norm": None}]
+    lines += [
+        {
+            "step": k,
+            "loss_D": 2.0 / k,
+            "grad_norm": 2.0,
+            "occupancy_g2": 1.0 if k % 2 else None,
+            "occupancy_X": 0.5,
+        }
+        for k in range(1, 71)
+    ]
+    run_folder = tmp_path / "ours"
+    run_folder.mkdir()
+    (run_folder / "config.json").write_text('{"method": "opd"}')
+    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ntk.main(["--vls", "ours", "--out", "compared"])
+    table = {
+        line.split()[0]: line.split()
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("  ")
+    }
+    assert table["ours"][1:] == ["30", "15.500", "45.500", "0.341", "0.033", "45.500", "35", "of", "35"]
+    assert table["Qwen3-14B"][1:] == ["15", "60.677", "5.049", "12.017", "0.988", "3.784", "19", "of", "20"]
+    assert (tmp_path / "compared" / "vls.png").stat().st_size > 20_000
+    (run_folder / "config.json").write_text('{"method": "grpo"}')
+    for folder, word in (("ours", "opd"), ("nowhere", "nowhere")):
+        with pytest.raises(SystemExit) as end:
+            ntk.main(["--vls", folder, "--out", "compared"])
+        error = capsys.readouterr().err.strip()
+        assert end.value.code == 2 and word in error and "--vls" in error and "\n" not in error
 
 
 # --- the [VLS] diagnostics: occupancy, teachers -----------------------------------------------------------------------------------
@@ -2585,14 +2914,18 @@ def test_occupancy_of_the_loop_is_plain_autograd(world, rewarded, monkeypatch, e
 def test_stall_by_hand():
     start, end, prompts = small(), small(), [[3, 4, 5], [6, 7], [8, 9, 10, 11], [4]]
     same = ntk.stall(start, end, prompts, [2.0, 0.5, 1.0])
-    assert same["d_par"] == 0 and same["cka"] == [pytest.approx(1)] * 2 and same["cka_min"] == pytest.approx(1)
+    assert same["d_par"] == 0 and same["cka"] == [pytest.approx(1)] * 3 and same["cka_min"] == pytest.approx(1)
     assert same["loss_reduction_max"] == 0.75 and same["loss_reduction_final"] == 0.5
     assert same["gamma"] == pytest.approx(math.log(2) / 4)
     with torch.no_grad():
         end.model.layers[1].mlp.down_proj.weight += 0.3
     moved = ntk.stall(start, end, prompts, [2.0, -1.0])
-    assert moved["cka"][0] == pytest.approx(1) and moved["cka_min"] == moved["cka"][1] < 0.999 and moved["d_par"] > 0
+    assert moved["cka"][:2] == [pytest.approx(1)] * 2 and moved["d_par"] > 0  # the embedding's output comes first
+    assert moved["cka_min"] == moved["cka"][2] < 0.999
     assert moved["loss_reduction_max"] == 1.5 and moved["gamma"] is None  # a top-k loss may fall below 0: reported raw
+    with torch.no_grad():
+        end.get_input_embeddings().weight[3:6] *= -3
+    assert ntk.stall(start, end, prompts, [1.0])["cka"][0] < 0.999
     assert ntk.stall(start.bfloat16(), end.bfloat16(), prompts, [1.0])["d_par"] is None
 
 
@@ -2612,7 +2945,7 @@ def test_teachers_are_made_once_and_compared(world, monkeypatch, capsys):
     assert [line.split(" | ")[0] for line in table[2:]] == ["| privileged", "| self-rl", "| larger"]
     assert "loss_reduction_final | gamma | d_par | cka_min" in table[0] and (world / "teachers/curves.png").stat().st_size > 10_000
     runs = {kind: json.loads((world / "teachers" / f"{kind}-0" / "summary.json").read_text()) for kind in ("privileged", "larger")}
-    assert 0 < runs["larger"]["d_par"] < 0.1 and 0.9 < runs["larger"]["cka_min"] <= 1 and len(runs["larger"]["cka"]) == 4
+    assert 0 < runs["larger"]["d_par"] < 0.1 and 0.9 < runs["larger"]["cka_min"] <= 1 and len(runs["larger"]["cka"]) == 5
     first = {kind: records(world / "teachers" / f"{kind}-0")[1] for kind in ("privileged", "larger")}
     assert abs(first["larger"]["loss_D"]) < 1e-6 < first["privileged"]["loss_D"]  # planted: the student itself, without a hint
     monkeypatch.setattr(train, "SELF_RL", " ".join(FAST) + " --method grpo --steps 1")
@@ -2624,15 +2957,31 @@ def test_teachers_are_made_once_and_compared(world, monkeypatch, capsys):
     assert train.toy_model("self-rl") == made and "training" not in capsys.readouterr().out
 
 
-# --- python ntk.py ------------------------------------------------------------------------------------------------------------------
+# --- python ntk.py ------------------------------------------------------------------------------------------
 
-NTK_FAST = "--prompts-per-step 2 --group-size 2 --max-new-tokens 5 --rows-exact 2 --threads 1".split()
+NTK_FAST = [
+    "--prompts-per-step",
+    "2",
+    "--group-size",
+    "2",
+    "--max-new-tokens",
+    "5",
+    "--rows-exact",
+    "2",
+    "--threads",
+    "1",
+]
+
+
+def every_other():
+    """An untrained model never answers right: a verifier that pays every other response."""
+    calls = iter(range(100))
+    return lambda text, gold, kind: next(calls) % 2
 
 
 def test_ntk_main(world, monkeypatch, capsys):
     monkeypatch.chdir(world)
-    calls = iter(range(100))  # an untrained model never answers right: pay every other response
-    monkeypatch.setattr(m3, "verify", lambda text, gold, kind: next(calls) % 2)
+    monkeypatch.setattr(m3, "verify", every_other())
     seen, heat_map = [], ntk.heat_map
     monkeypatch.setattr(ntk, "heat_map", lambda out, panels: (seen.extend(panels), heat_map(out, panels)))
     ntk.main([*NTK_FAST, "--out", "heat"])
@@ -2644,13 +2993,23 @@ def test_ntk_main(world, monkeypatch, capsys):
     for name in ("logit", "local", *(f"hutchinson, P={P}" for P in (1, 4, 16))):
         sign, corr = map(float, table[name][:2])
         assert 0 <= sign <= 1 and -1 <= corr <= 1
-    counts = [int(table[f"{name}, A {sign} 0"][0]) for name in ("conflict", "compatible") for sign in ("<", ">", "!=")]
+    counts = [
+        int(table[f"{name}, A {sign} 0"][0])
+        for name in ("conflict", "compatible")
+        for sign in ("<", ">", "!=")
+    ]
     assert counts[0] + counts[1] == counts[2] > 0 and counts[3] + counts[4] == counts[5] > 0
-    assert [table[f"on-policy, {x}"][0] for x in ("correct", "wrong")] == ["2", "2"] and table["gold prefix, A = 1"][0] == "2"
+    assert [table[f"on-policy, {x}"][0] for x in ("correct", "wrong")] == ["2", "2"] and table[
+        "gold prefix, A = 1"
+    ][0] == "2"
     page = (world / "heat/heatmap.html").read_text()
-    assert len(seen) == 3 and "correct (reward 1, A = +0.71)" in page and "wrong (reward 0, A = -0.71)" in page
+    assert (
+        len(seen) == 3 and "correct (reward 1, A = +0.71)" in page and "wrong (reward 0, A = -0.71)" in page
+    )
     for _, tokens in seen:
-        assert tokens and all(html.escape(token) in page and f'title="{c:+.3f}"' in page for token, c in tokens)
+        assert tokens and all(
+            html.escape(token) in page and f'title="{c:+.3f}"' in page for token, c in tokens
+        )
     assert "<eos>" not in page and "http" not in page and (world / "heat/heatmap.png").stat().st_size > 5_000
 
 
@@ -2658,26 +3017,44 @@ def test_ntk_main_leaves_the_model_alone_and_repeats(world, monkeypatch, capsys)
     monkeypatch.chdir(world)
     texts = []
     for _ in range(2):
-        calls = iter(range(100))
-        monkeypatch.setattr(m3, "verify", lambda text, gold, kind: next(calls) % 2)
+        monkeypatch.setattr(m3, "verify", every_other())
         ntk.main([*NTK_FAST, "--out", "again"])
         texts.append(capsys.readouterr().out.split("2. Token level")[1])  # part 1 holds times
     assert texts[0] == texts[1]
 
 
 def test_heat_map_escapes_and_wraps(tmp_path):
-    ntk.heat_map(tmp_path, [("a < b & $c$ " * 20, [("<script>", 0.5), ("$x_1$", -1.0), ("", 0.0), ("&", 1.0)] * 12)])
+    ntk.heat_map(
+        tmp_path, [("a < b & $c$ " * 20, [("<script>", 0.5), ("$x_1$", -1.0), ("", 0.0), ("&", 1.0)] * 12)]
+    )
     page = (tmp_path / "heatmap.html").read_text()
+    spans = ntk.heat_html([("<b>", -0.6, 'cos "x"'), ("+", 0.0, "")])
+    assert spans == (
+        '<span style="background:#d97373;color:white" title="cos &quot;x&quot;">&lt;b&gt;</span>\n'
+        '<span style="background:#f3f3f3;color:black" title="">+</span>'
+    )
     assert "<script>" not in page and "&lt;script&gt;" in page and "#c81e1e" in page and "#1e5ac8" in page
     import matplotlib.image
+
     height, width, _ = matplotlib.image.imread(tmp_path / "heatmap.png").shape
     assert width > 900 and height > 250
 
 
-@pytest.mark.parametrize("argv, word", [
-    (["--no-such-flag"], "--no-such-flag"), (["--prompts-per-step", "0"], "--prompts-per-step"), (["--group-size", "1"], "--group-size"),
-    (["--lr", "x"], "--lr"), (["--length", "-1"], "--length"), (["--rows-exact", "x"], "--rows-exact"),
-    (["--dataset", "gsm8k"], "--dataset"), (["--model", "./nowhere"], "--model"), (["--checkpoint", "./nowhere"], "--checkpoint"), (["--device", "nowhere"], "--device")])
+@pytest.mark.parametrize(
+    "argv, word",
+    [
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--prompts-per-step", "0"], "--prompts-per-step"),
+        (["--group-size", "1"], "--group-size"),
+        (["--lr", "x"], "--lr"),
+        (["--length", "-1"], "--length"),
+        (["--rows-exact", "x"], "--rows-exact"),
+        (["--dataset", "gsm8k"], "--dataset"),
+        (["--model", "./nowhere"], "--model"),
+        (["--checkpoint", "./nowhere"], "--checkpoint"),
+        (["--device", "nowhere"], "--device"),
+    ],
+)
 def test_ntk_main_mistakes(world, monkeypatch, capsys, argv, word):
     monkeypatch.chdir(world)
     with pytest.raises(SystemExit) as end:
@@ -2821,7 +3198,8 @@ def test_nothing_but_masked_tokens():  # Hb19
     into = [torch.zeros_like(p) for p in params]
     m3.accumulate(into, z, params, seed)
     assert z.shape == (0, 23) and all((g == 0).all() for g in into)
-    assert ntk.conflict_share(none.float(), none.float(), none) == dict(conflict=0.0, conflict_deadband=0.0)
+    share = ntk.conflict_share(none.float(), none.float(), none, none)
+    assert share == {"conflict": 0.0, "conflict_deadband": 0.0, "conflict_rewarded": None}
 
 
 # --- the program: what it trains on ------------------------------------------------------------------------------------------------

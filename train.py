@@ -868,6 +868,199 @@ def set_up(flags, world, device):
             module.__dict__.update({k: 0.0 for k in ("p", "attention_dropout") if k in module.__dict__})
     with or_fail(f"--model {flags.model} cannot be trained with these flags", ValueError):
         student_parts, teacher_parts = m3.split_head(model), m3.split_head(teacher)
+        ntk.try_kernel(model, flags.kernel)  # refuses an architecture it does not know before the first rollouts
+    params = [p for p in model.parameters() if p.requires_grad]
+    if params:
+        ours, right = (torch.autograd.grad(x.sum(), params, materialize_grads=True) for x in (got, want))
+        must_agree("gradients", ours, right, sum(g.float().square().sum() for g in right).sqrt())
+
+def try_out(model, teacher, tokenizer, flags):
+    """Ends in one line where a run would fail late: adapters, sampling, scoring, checkpointing, saving.
+    teacher: another model or None. Switches gradient checkpointing on, if asked for; moves no weight and no
+    random state. Below a second for a small model, seconds for a large one."""
+    models = {"model": model} | ({"teacher": teacher} if teacher else {})
+    size = min(m.get_input_embeddings().num_embeddings for m in models.values())
+    ids = torch.randint(size, (6,), generator=torch.Generator().manual_seed(0)).tolist()
+    if flags.lora_rank:
+        adapted, weights = m3.lora_share(model)
+        share = adapted / max(weights, 1)
+        print(f"adapters on {adapted:,} of {weights:,} block weights ({share:.0%}); the rest is frozen")
+        with or_fail(f"--lora-rank: adapters do not fit {flags.model}: leave it out"), torch.no_grad():
+            assert adapted, "its blocks have no linear layers"
+            model(input_ids=torch.tensor([ids], device=model.device))
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        for flag, one in models.items():
+            with or_fail(f"--{flag} {vars(flags)[flag]} cannot be sampled or scored: take one whose layers"
+                         " all keep keys and values (recurrent and linear attention do not)"):
+                try_rollouts(one, [ids[:4], ids[4:]], share=True)
+        if flags.gradient_checkpointing:
+            with or_fail(f"--gradient-checkpointing does not work with {flags.model}: leave it out"):
+                use_checkpointing(model)
+                try_rollouts(model, [ids[:4], ids[4:]], share=False)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            model.save_pretrained(folder, state_dict={})
+            tokenizer.save_pretrained(folder)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:  # but no full disk
+            why = " ".join(str(error).split())[:300]
+            fail(f"--model {flags.model}: correct its generation_config.json, which cannot be saved ({why})")
+
+# --- Saving: nothing half-written ever stands under its final name ---------------------------------------------------
+
+def write_folder(folder, fill):
+    """Let `fill(temporary folder)` write, flush it to disk, then rename it to `folder` in one step."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        fill(temporary)
+        for file in filter(pathlib.Path.is_file, temporary.rglob("*")):
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+def save_checkpoint(out, step, run, tokenizer, s_bar, flags):
+    """checkpoint-N: a folder that from_pretrained loads, plus trainer.pt; then `last` is pointed at it."""
+    state = {"optimizer": run.optimizer.state_dict(), "step": step, "s_bar": s_bar, "adapter": m3.lora_state(run.model),
+             "masters": [master.data for master, p in zip(run.masters, run.params) if master is not p]}
+    if m3.METHODS[flags.method].move_teacher:  # everyone else's teacher is the initial policy
+        state["teacher"] = run.frozen.state_dict()
+
+    def fill(tmp):
+        run.model.save_pretrained(tmp, state_dict=m3.merged_state(run.model))  # plain weights, adapter and all
+        tokenizer.save_pretrained(tmp)
+        torch.save(state, tmp / "trainer.pt")
+    folder = out / f"checkpoint-{step}"
+    # A full disk is an OSError, a RuntimeError or a SafetensorError, by who writes.
+    with or_fail(f"cannot save {folder}; make room, then --resume {out}: the checkpoint before it is whole", code=1):
+        write_folder(folder, fill)
+        link = out / f".last.{os.getpid()}.tmp"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        link.replace(out / "last")  # rename over the old link: there is always a `last`
+
+def replace_text(path, text):
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    if RANK == 0:
+        temporary.write_text(text)
+        temporary.replace(path)
+
+def read_log(path):
+    """Lines of metrics.jsonl or samples.jsonl; a last one that a kill has cut in two is left out."""
+    return [json.loads(line) for line in path.read_text(errors="replace").split("\n")[:-1]]
+
+def append_line(path, record):
+    """One JSON object, one write: a kill cannot leave two halves of a line apart."""
+    with open(path if RANK == 0 else os.devnull, "a") as file:
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+# --- Several processes: prompts are split by rank, gradients summed; what is logged or decided is of the whole batch ---
+
+def gather(value):
+    """[value of rank 0, of rank 1, ...], the same list on every rank; and the place where they wait for each other."""
+    parts = [value] * WORLD
+    if WORLD > 1:
+        with or_fail("the processes cannot talk, or another has ended", code=1):
+            torch.distributed.all_gather_object(parts, value)
+    return parts
+
+def add_up(tensors):
+    """Replace each tensor by its sum over the ranks."""
+    with or_fail("the processes cannot talk, or another has ended", code=1):
+        for tensor in tensors if WORLD > 1 else ():
+            torch.distributed.all_reduce(tensor)
+
+def evaluate(model, tokenizer, rows, flags, eos_ids, prompt="prompt_ids"):
+    """Greedy accuracy on `rows`: verified / all of them. Returns it with the completions."""
+    parts, batch = [], flags.prompts_per_step * flags.group_size
+    with m3.packed(model):
+        for i in range(RANK * batch, len(rows), WORLD * batch):
+            tokens, mask, _ = m3.sample(model, [r[prompt] for r in rows[i:i + batch]], 1, flags.max_new_tokens, 0.0,
+                                        eos_ids=eos_ids, pad_id=tokenizer.pad_token_id)
+            parts.append((i, m3.decode(tokenizer, tokens, mask)))
+    texts = [text for _, part in sorted(sum(gather(parts), [])) for text in part]
+    return sum(m3.verify(t, r["answer"], r["kind"]) for t, r in zip(texts, rows)) / len(rows), texts
+
+# --- The run ---------------------------------------------------------------------------------------------------------
+
+class World(NamedTuple):
+    """What a run starts from."""
+    base: torch.nn.Module  # the model as it starts
+    other: torch.nn.Module | None  # the teacher, if it is another model
+    tokenizer: object
+    eos_ids: set
+    shots: list  # few-shot examples
+    problems: list
+    held_out: list
+
+def load(flags, device):
+    torch.set_num_threads(flags.threads or torch.get_num_threads()), transformers.utils.logging.disable_progress_bar()
+    own, dtype, other = flags.model in OWN_MODEL, getattr(torch, flags.dtype), None
+    rows = TASKS.get(flags.dataset, FILES).problems(flags)
+    parts = [rows["train"], rows[flags.eval_split]]
+    for turn in (False, True):  # rank 0 first: models that it makes or downloads, the others find
+        if turn == (RANK > 0):
+            base, tokenizer, eos_ids = load_model(toy_model(task=flags.model) if own else flags.model, dtype, device)
+            if flags.teacher != "privileged":  # another model, which reads the student's own prompt
+                path = toy_model(flags.teacher, flags.model) if flags.teacher in TOY_TEACHERS else flags.teacher
+                other, its_tokenizer, _ = load_model(path, dtype, device, "--teacher")
+                with or_fail(f"--teacher {flags.teacher} does not fit"):
+                    m3.check_teacher(tokenizer, its_tokenizer, (flags.model, flags.teacher),
+                                     [x.get_output_embeddings().weight.shape[0] for x in (base, other)])
+        gather(turn)
+    context = min(getattr(m.config.get_text_config(), "max_position_embeddings", None) or 10**9 for m in (base, other or base))
+    shots = parts[0][:flags.few_shot]
+    problems, held_out = (encode_rows(rows, tokenizer, context, flags.max_new_tokens, shots,
+                                      "none" if other else flags.hint, flags.date) for rows in parts)
+    top = max(tokenizer.pad_token_id, *(max(r["prompt_ids"] + r["teacher_ids"]) for r in problems + held_out))
+    if top >= (known := base.get_input_embeddings().num_embeddings):
+        fail(f"--model {flags.model}: its tokenizer gives id {top}, it has {known} embeddings: not of one model")
+    return World(base, other, tokenizer, eos_ids, shots, problems, held_out[:flags.eval_limit])
+
+class Run(NamedTuple):
+    """What a run trains, and with what."""
+    model: torch.nn.Module  # the student
+    frozen: torch.nn.Module  # the teacher; with adapters the same module, read with them off
+    student: tuple  # (backbone, head) of each
+    teacher: tuple
+    params: list  # of the student, trainable
+    masters: list  # float32 copies: bf16 weights would swallow small steps; the very params where these are float32
+    optimizer: torch.optim.Optimizer
+
+class Rollouts(NamedTuple):
+    """This process's share of a step: problems of its P/processes prompts, and the B responses to them."""
+    asked: list  # problem of each response [B]
+    tokens: torch.Tensor  # [B, N]
+    mask: torch.Tensor  # [B, N]
+    texts: list  # [B]
+
+class Progress(NamedTuple):
+    """Where a run stands: the next step, what was logged before it, s_bar."""
+    first: int
+    log: list
+    s_bar: float | None
+
+def set_up(flags, world, device):
+    """Student, teacher and optimizer as they are before the first step."""
+    world.base.requires_grad_(False)
+    if flags.lora_rank:  # adapters go into the base model itself: switched off, they leave its teacher without a second copy
+        model = m3.add_lora(world.base, flags.lora_rank, flags.seed)
+    else:
+        model = copy.deepcopy(world.base).requires_grad_(True)
+    teacher = world.other.requires_grad_(False) if world.other else world.base
+    # Dropout would make scoring differ from sampling, so eval mode it is, for good. The one exception is gradient
+    # checkpointing, which transformers only does in training mode: there dropout is set to 0 instead.
+    model.eval()
+    teacher.eval()
+    if flags.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for module in model.modules():
+            module.__dict__.update({k: 0.0 for k in ("p", "attention_dropout") if k in module.__dict__})
+    with or_fail(f"--model {flags.model} cannot be trained with these flags", ValueError):
+        student_parts, teacher_parts = m3.split_head(model), m3.split_head(teacher)
         if flags.kernel == "local":  # refuses an architecture it does not know now, not after the first rollouts
             nothing = torch.zeros(1, 2, model.get_output_embeddings().weight.shape[0], device=device)
             ids, mask = torch.zeros(1, 4, dtype=torch.long, device=device), torch.ones(1, 4, device=device)
@@ -1153,7 +1346,8 @@ def finish(run, world, out, flags, log):
         return kind.from_pretrained(folder, dtype=world.base.dtype).to(world.base.device).eval()
 
     if flags.method == "opd":
-        losses, norms = zip(*((line["loss_D"], line["grad_norm"]) for line in log[1:]))
+        losses, norms = ([line[key] for line in log[1:]] for key in ("loss_D", "grad_norm"))
+        extra["signal_drop"] = ntk.signal_drop(losses, norms, 30) if len(losses) > 30 else None
         with m3.lora_off(world.base):  # base: as it was before the first step
             extra["accuracy_teacher"], _ = evaluate(run.frozen, world.tokenizer, world.held_out, flags, world.eos_ids,
                                                     "teacher_ids")
