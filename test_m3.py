@@ -425,6 +425,12 @@ def rewarded(monkeypatch):
     monkeypatch.setattr(m3, "verify", lambda text, gold, kind: len(text) % 2)
 
 
+@pytest.fixture
+def untried(monkeypatch):
+    """No start-up check: for tests that count a run's own calls, or replace what it tries."""
+    monkeypatch.setattr(train, "try_out", lambda *args: None)
+
+
 def drawn_without_a_model(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_ids, pad_id,
                           uniforms=None, **settings):
     """In place of m3.sample where runs of unlike arithmetic are compared. AdamW turns a rounding error in a gradient of
@@ -444,7 +450,7 @@ def drawn_without_a_model(model, prompts, group_size, max_new_tokens, temperatur
 
 
 @pytest.mark.parametrize("method", list(m3.METHODS))
-def test_every_method_trains_and_does_not_depend_on_the_batch_split(world, method, rewarded, monkeypatch):
+def test_every_method_trains_and_does_not_depend_on_the_batch_split(world, method, rewarded, untried, monkeypatch):
     monkeypatch.setattr(m3, "sample", drawn_without_a_model)
     a = run(world, "--method", method, "--steps", "2", "--out", f"{method}-a")
     assert [line["step"] for line in a] == [0, 1, 2] and all(set(line) >= set(train.METRICS) - {"seconds", "tokens_per_second"}
@@ -1000,7 +1006,7 @@ def test_data_errors(tmp_path):
     assert "'why'" in line(tmp_path / "x.jsonl", fields=dict(prompt=None, answer="label", solution="why"))
     for name in ("/no/such/dir", "./mistyped-dir", "gsm9k"):  # Hd08
         assert "folder not found" in line(name)
-    assert "--dataset FILE" in line("gsm8k") and "OfflineMode" in line("gsm8k")  # Hd07: offline
+    assert "--dataset FILE" in line("gsm8k") and "ffline" in line("gsm8k")  # Hd07: offline
     (tmp_path / "bad.jsonl").write_text('{"question": "a"}\n{"question": \n')
     assert "cannot be read" in line(tmp_path / "bad.jsonl") and "line 2" in line(tmp_path / "bad.jsonl")
     (tmp_path / "list.json").write_text('["a", "b"]')
@@ -1437,6 +1443,55 @@ def test_an_architecture_local_does_not_know_is_refused_at_once(world, capsys):
     assert "--kernel logit" in capsys.readouterr().err
 
 
+def spoiled(world, name, change):
+    """The tiny llama of real_world, loaded, changed and saved again as a folder of this name."""
+    real_world(world, "llama", "model-llama")
+    model = AutoModelForCausalLM.from_pretrained(world / "model-llama")
+    tok = transformers.AutoTokenizer.from_pretrained(world / "model-llama")
+    change(model, tok)
+    model.save_pretrained(world / name)
+    tok.save_pretrained(world / name)
+    return name
+
+
+def test_the_start_up_check_ends_a_run_before_its_first_rollouts(world, capsys, monkeypatch):
+    monkeypatch.setattr(train, "evaluate", None)  # nothing is sampled in earnest
+    llama = ["--model", "model-llama"]
+    ending = spoiled(world, "ends-elsewhere", lambda model, tok: setattr(model.generation_config, "eos_token_id", [1, 5]))
+    broken = spoiled(world, "broken", lambda model, tok: model.lm_head.weight.data[:2].fill_(math.nan))
+    tok = transformers.AutoTokenizer.from_pretrained(world / "model-llama")
+    for name, kw in (("Lfm2", HEADS | dict(layer_types=["conv", "full_attention"])), ("HunYuanMoEV1", EXPERTS)):
+        by_name(name, **kw | dict(vocab_size=len(tok), max_position_embeddings=256)).save_pretrained(world / name)
+        tok.save_pretrained(world / name)
+    for argv, words in ((["--model", "Lfm2"], ["--model Lfm2", "keys and values"]),
+                        ([*llama, "--teacher", "Lfm2"], ["--teacher Lfm2"]),
+                        (["--model", "HunYuanMoEV1", "--lora-rank", "4"], ["--lora-rank", "leave it out"]),
+                        ([*llama, "--teacher", ending], ["--teacher", "ends with [1, 5]"]),
+                        (["--model", broken], ["NaN or infinity in 1 weights", "lm_head"])):
+        run(world, *argv, "--out", "never", code=2)
+        one_line(capsys, *words)
+    assert not (world / "never" / "metrics.jsonl").exists()
+
+
+def test_the_start_up_check_changes_no_result(world, rewarded, request):
+    one = run(world, "--out", "tried", "--steps", "1")
+    request.getfixturevalue("untried")
+    assert one == run(world, "--out", "untried", "--steps", "1")
+    assert same(weights(world, "tried"), weights(world, "untried"))
+
+
+def test_the_length_filter_counts_the_original_context(world, rewarded, capsys):
+    tok = tokenizer(words=" ".join(word for word in train.TOY_WORDS if word.strip()))
+    scaling = dict(type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+    by_name("Phi3", **HEADS | dict(vocab_size=len(tok), max_position_embeddings=512, rope_scaling=scaling,
+                                   original_max_position_embeddings=200)).save_pretrained(world / "phi3")
+    tok.save_pretrained(world / "phi3")
+    run(world, "--model", "phi3", "--out", "phi3-run", "--steps", "1")
+    assert "depends on the length beyond 200 tokens: the length filter counts 200" in capsys.readouterr().out
+    run(world, "--model", "phi3", "--out", "phi3-long", "--max-new-tokens", "199", code=2)
+    one_line(capsys, "within a context of 200")
+
+
 # --- ntk.py: four kernels, proven against each other ------------------------------------------------------------------------------
 
 
@@ -1501,6 +1556,7 @@ def close(got, want, tol=1e-9):
 def cut_attention(module, q, k, v, attention_mask, scaling=None, **kwargs):
     """The cut attention, the obvious way: detached keys and values."""
     k, v = (x.detach().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling  # GPT-2 of transformers 5.0 gives none
     return ((q @ k.mT * scaling + attention_mask).softmax(-1) @ v).transpose(1, 2), None
 
 
@@ -1869,7 +1925,7 @@ def test_occupancy_is_unbiased_and_gives_the_decay_of_the_loss():
 
 
 @pytest.mark.parametrize("extra", [[], ["--micro-batch", "3", "--vocab-chunk", "7"]])
-def test_occupancy_of_the_loop_is_plain_autograd(world, rewarded, monkeypatch, extra):
+def test_occupancy_of_the_loop_is_plain_autograd(world, rewarded, untried, monkeypatch, extra):
     """g and h of both folds, one response at a time, through the whole model and its loss by autograd."""
     caught, drawn, sample, occupancy = [], [], m3.sample, ntk.occupancy
     monkeypatch.setattr(ntk, "occupancy", lambda *grads: caught.extend(grads) or occupancy(*grads))
@@ -2159,7 +2215,7 @@ def test_training_and_evaluation_use_one_verifier(world, monkeypatch):  # Ha19; 
 
 
 @pytest.mark.parametrize("method", ["grpo", "m3-soft", "m3-eg", "pcgrad", "sdpo"])
-def test_replies_of_only_an_end_token(world, monkeypatch, method):
+def test_replies_of_only_an_end_token(world, untried, monkeypatch, method):
     def ended_at_once(model, prompts, group, *settings, eos_ids, **kw):
         tokens = torch.full((len(prompts) * group, 1), min(eos_ids))
         return tokens, torch.ones_like(tokens).bool(), torch.zeros(tokens.shape)
@@ -2171,7 +2227,7 @@ def test_replies_of_only_an_end_token(world, monkeypatch, method):
     assert (line["grad_norm"] > 0) == (method in ("m3-soft", "pcgrad"))  # only the teacher has something to say
 
 
-def test_all_replies_cut_is_said_once(world, monkeypatch, capsys):  # Ha33
+def test_all_replies_cut_is_said_once(world, untried, monkeypatch, capsys):  # Ha33
     def cut(*args, f=m3.sample, eos_ids, **kw):
         tokens, mask, logprobs = f(*args, eos_ids=[-1], **kw)
         return tokens.masked_fill(torch.isin(tokens, torch.tensor(sorted(eos_ids))), 5), mask, logprobs
@@ -2183,7 +2239,7 @@ def test_all_replies_cut_is_said_once(world, monkeypatch, capsys):  # Ha33
     assert (said.out + said.err).count("--max-new-tokens") == 1
 
 
-def test_scores_are_the_sampled_probabilities(world, rewarded, monkeypatch):  # Hb12: at a temperature that is not 1
+def test_scores_are_the_sampled_probabilities(world, rewarded, untried, monkeypatch):  # Hb12: at a temperature that is not 1
     seen = []
     monkeypatch.setattr(m3, "sample", lambda *args, f=m3.sample, **kw: seen.append(f(*args, **kw)) or seen[-1])
     monkeypatch.setattr(m3, "group_advantages", lambda *args, f=m3.group_advantages: seen.append(f(*args)) or seen[-1])
@@ -2215,7 +2271,7 @@ def test_a_smaller_last_micro_batch(world, rewarded):  # Hb17: 16 rows as 12 and
             assert all(a[k] == pytest.approx(b[k], rel=1e-4) for k in ("grad_norm", "loss_R", "loss_D", "kappa", "phi", "alpha_eff"))
 
 
-def test_micro_batches_hold_rows_of_like_length(world, rewarded, monkeypatch):
+def test_micro_batches_hold_rows_of_like_length(world, rewarded, untried, monkeypatch):
     """The longest first, each cut at its own longest; every row once, with its own prompt."""
     seen, hidden, sample = [], m3.hidden_states, m3.sample
     cut = torch.arange(12) < torch.tensor([5, 3, 12, 1] * 4)[:, None]  # an untrained model hardly ever ends its reply
@@ -2246,7 +2302,7 @@ def test_dropout_is_off(world, extra):  # Hb14, Hc13, Hc14: GPT-2 has dropout 0.
     assert line["loss_D"] == pytest.approx(0, abs=1e-6) and line["grad_norm"] < 1e-3
 
 
-def test_the_teacher_stays_where_it_was(world, rewarded, monkeypatch):  # Hc15
+def test_the_teacher_stays_where_it_was(world, rewarded, untried, monkeypatch):  # Hc15
     models = []
     monkeypatch.setattr(m3, "split_head", lambda model, f=m3.split_head: models.append(model) or f(model))
     run(world, "--method", "m3-eg", "--lr", "1e-2", "--out", "teacher")
@@ -2591,7 +2647,7 @@ def torchrun(world, *argv, code="import train; train.main()"):
 
 
 @pytest.mark.parametrize("method, kernel", [("m3-soft", "local"), ("m3-eg", "logit")])
-def test_two_processes_equal_one(world, rewarded, monkeypatch, method, kernel):
+def test_two_processes_equal_one(world, rewarded, untried, monkeypatch, method, kernel):
     argv = ["--method", method, "--kernel", kernel, "--reduction", "token", "--eval-limit", "5"]
     argv += ["--occupancy-every", "2"] if method == "m3-soft" else []
     code = f"""
@@ -2600,6 +2656,7 @@ import torch, m3
 m3.sample = drawn_without_a_model
 m3.verify = lambda text, gold, kind: len(text) % 2
 import train
+train.try_out = lambda *args: None
 train.main()"""
     done = torchrun(world, *argv, "--out", f"two-{method}", code=code)
     assert done.returncode == 0, done.stderr[-2000:]
