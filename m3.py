@@ -1,23 +1,23 @@
 """M3 as pure functions: hybrid reward + on-policy distillation, one logit seed, one backward pass.
 
 Copy these functions; this is not a library: arguments in, tensors out, the loop is train.py's. Needs torch alone.
+m3_step (section 7) is the training step; the README has a trainer of 40 lines around it.
 
 A student samples G responses per prompt. A verifier pays each 0 or 1. A teacher that sees more (the frozen initial
 policy, reading the gold solution too) gives a distribution at every token. Both signals are written as "residuals",
 their exact gradients in the student's logits, so any weighted sum of them is ONE backward pass: logits.backward(seed).
 
-Papers: [M3] arXiv 2609.34849, [VLS] arXiv 2610.11247. Equation numbers are theirs.
+Papers: [M3] arXiv 2609.34849, [VLS] arXiv 2610.11247. Equation numbers are theirs. Departures from the textbook:
+  1. No loss is differentiated by autograd. The residuals are closed form (tests check them against float64 autograd),
+     because M3 re-weights and normalises them token by token, which no scalar loss expresses.
+  2. No ratio clip and no reference KL: one update per batch, so the ratio is 1.
+  3. Eq 1 is clipped on the token's SUM. Clipping each vocabulary entry, as OPSD's code does under the same letter tau,
+     pushes the clipped entries down instead of leaving the token alone.
+  4. The sampler draws by inverse CDF from uniforms fixed per (row, position), however rows are dropped or split.
 
-Departures from the textbook, and why:
-  1. No loss is ever differentiated by autograd. The residuals are closed form (tests check them against float64
-     autograd), because M3 re-weights and normalises them token by token, which no scalar loss expresses.
-  2. No ratio clip and no reference KL: one update per batch, so the ratio is 1; the frozen teacher is the anchor.
-  3. Eq 1 is clipped on the token's SUM. Clipping each vocabulary entry, as OPSD's code does under the same letter
-     tau, pushes the clipped entries down instead of leaving the token alone.
-  4. The sampler draws by inverse CDF from uniforms fixed per (row, position), however rows are dropped or batches split.
-
-Shapes: P prompts, G responses per prompt, B = P*G rows, N response positions, V vocabulary, d hidden size,
-T = number of real (unmasked) response tokens of a batch, laid out flat. p_S student, p_T teacher, y sampled token.
+Shapes: P prompts, G responses per prompt, B = P*G rows, N response positions, V vocabulary, d hidden size, T = number of
+real (unmasked) response tokens, laid out flat. p_S = softmax(z_S) student, p_T teacher, y sampled token, A advantage,
+s the Signals and f the Settings of a method.
 """
 
 import collections, contextlib, functools, inspect, math, random, re
@@ -89,15 +89,16 @@ def draw_problems(n, count, seed, step):
 
 # --- 2. Rollouts -----------------------------------------------------------------------------------------------------
 
-def left_pad(prompts, pad_id, device=None):
+def left_pad(prompts, pad_id=0, device=None):
     """Prompts on the right edge, so that position n of every response sits in the same column.
 
     prompts: P lists of ids. Returns ids [P, L] long, mask [P, L] long (1 = real), positions [P, L] (pads at 0).
     """
-    width = max(len(p) for p in prompts)
-    ids = torch.tensor([[pad_id] * (width - len(p)) + list(p) for p in prompts], dtype=torch.long, device=device)
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     # From lengths, never from `ids != pad_id`: with pad == eos that would also hide real end tokens.
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], dtype=torch.long, device=device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    mask = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
     return ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)
 
 def cache_name(model):
@@ -106,36 +107,45 @@ def cache_name(model):
 
 @contextlib.contextmanager
 def packed(model):
-    """For sampling on a CPU: inside, large float32 linear layers read a second copy of their weights, laid out by oneDNN. In a
-    decoding step few rows meet all weights, which torch's own product may read at a third of the memory's speed. No gradients
-    inside; adapters that are on when it begins are added up and stay on."""
-    dnn, layers = torch.ops.mkldnn, {}
-    for m in model.modules() if hasattr(dnn, "_linear_pointwise") else ():  # a torch without oneDNN: nothing happens
-        base = m.base if isinstance(m, LoRA) and m.on else m
-        if type(base) is torch.nn.Linear and base.weight.numel() > 1e5 and "forward" not in vars(m) and (
-                base.weight.device.type, base.weight.dtype) == ("cpu", torch.float32):
-            layers.setdefault(base, m)  # modules() has an adapter before its base
+    """For sampling on a CPU: inside, large float32 linear layers read a copy of their weights laid out by oneDNN.
+
+    In a decoding step few rows meet all weights, which torch's own product may read at a third of the memory's speed.
+    No gradients inside; adapters that are on when it begins are added up and stay on.
+    """
+    onednn, layers = torch.ops.mkldnn, {}
+    if hasattr(onednn, "_linear_pointwise"):  # else a torch without oneDNN: nothing happens
+        for module in model.modules():
+            base = module.base if isinstance(module, LoRA) and module.on else module
+            if type(base) is torch.nn.Linear and base.weight.numel() > 1e5 and "forward" not in vars(module) and (
+                    base.weight.device.type, base.weight.dtype) == ("cpu", torch.float32):
+                layers.setdefault(base, module)  # modules() has an adapter before its base
     try:
-        for base, m in layers.items():
-            blocks = dnn._reorder_linear_weight(base.weight.detach() if m is base else m.merged(), 8)  # 8 rows: a hint
-            m.forward = lambda x, w=blocks, b=base.bias: dnn._linear_pointwise(x, w, b, "none", [], "")
+        for base, module in layers.items():
+            weight = base.weight.detach() if module is base else module.merged()
+            blocks = onednn._reorder_linear_weight(weight, 8)  # 8 rows: a hint
+            module.forward = functools.partial(onednn_linear, blocks, base.bias)
         yield
     finally:
-        [vars(m).pop("forward", None) for m in layers.values()]
+        for module in layers.values():
+            vars(module).pop("forward", None)
 
-def filter_logits(logits, top_p=1.0, top_k=0):
-    """Nucleus and top-k filters. logits [..., V], already divided by the temperature -> the same with -inf outside."""
-    if 0 < top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -math.inf)
-    if top_p < 1:
-        probs, order = logits.softmax(-1).sort(dim=-1, descending=True)
-        outside = probs.cumsum(-1) - probs >= top_p  # the mass BEFORE a token: the likeliest one always stays
-        logits = logits.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -math.inf)
-    return logits
+def onednn_linear(blocks, bias, x):
+    return torch.ops.mkldnn._linear_pointwise(x, blocks, bias, "none", [], "")
+
+def draw(logits, temperature, uniforms):
+    """One token per row by inverse CDF, greedy at temperature 0. logits [b, V], uniforms [b] -> ids [b], log-probs [b]."""
+    if temperature == 0:
+        logp, y = logits.float().log_softmax(-1), logits.argmax(-1)
+    else:
+        logp = (logits.float() / temperature).log_softmax(-1)
+        cdf = logp.exp().cumsum(-1)
+        # right=True: the first id whose CDF is strictly above u, so an id of probability 0 is never drawn.
+        y = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)[:, 0].clamp(max=cdf.shape[1] - 1)
+    return y, logp.gather(-1, y[:, None])[:, 0]
 
 @torch.no_grad()
 def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_ids, pad_id, generator=None,
-           uniforms=None, top_p=1.0, top_k=0):
+           uniforms=None):
     """Sample `group_size` responses for each prompt. Temperature 0 is greedy.
 
     model: any transformers causal LM in eval mode. prompts: P lists of ids. eos_ids: every id that ends a response.
@@ -147,9 +157,10 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_i
     """
     device, rows = next(model.parameters()).device, len(prompts) * group_size
     if uniforms is None:  # greedy draws none: an evaluation leaves the caller's random state as it was
-        uniforms = torch.rand(rows, max_new_tokens, generator=generator) if temperature else torch.zeros(rows, 1)
-    uniforms, eos = uniforms.to(device), torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
-    tokens = torch.full((rows, max_new_tokens), pad_id, dtype=torch.long, device=device)
+        shape = rows, max_new_tokens
+        uniforms = torch.rand(shape, generator=generator) if temperature else torch.zeros(shape)
+    uniforms, eos = uniforms.to(device), torch.tensor(sorted(eos_ids), device=device)
+    tokens = torch.full((rows, max_new_tokens), pad_id, device=device)
     mask = torch.zeros(rows, max_new_tokens, dtype=torch.bool, device=device)
     logprobs = torch.zeros(rows, max_new_tokens, device=device)
 
@@ -157,7 +168,8 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_i
     ids, attention, positions = left_pad(prompts, pad_id, device)  # [P, L]
     run = torch.inference_mode()(lambda **kw: model(**kw))  # not all of this function: its tokens go into graphs later
     out = run(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=True, logits_to_keep=1)
-    cache, width = out[kv := cache_name(model)], ids.shape[1]
+    name, width = cache_name(model), ids.shape[1]
+    cache = out[name]
     cache.batch_repeat_interleave(group_size)
     logits = out.logits[:, -1].repeat_interleave(group_size, 0)  # [B, V]; [:, -1] also suits a model that gave all
     attention = F.pad(attention, (0, max_new_tokens), value=1).repeat_interleave(group_size, 0)  # [B, L+N]
@@ -165,16 +177,8 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_i
     alive = torch.arange(rows, device=device)  # rows of the output that are still being written
 
     for n in range(max_new_tokens):
-        if temperature == 0:
-            y = logits.argmax(-1)
-            logp = logits.float().log_softmax(-1)
-        else:
-            logp = filter_logits(logits.float() / temperature, top_p, top_k).log_softmax(-1)
-            cdf = logp.exp().cumsum(-1)
-            # right=True: the first id whose CDF is strictly above u, so an id of probability 0 is never drawn.
-            y = torch.searchsorted(cdf, uniforms[alive, n, None] * cdf[:, -1:], right=True)[:, 0].clamp(max=cdf.shape[1] - 1)
+        y, logprobs[alive, n] = draw(logits, temperature, uniforms[alive, n])
         tokens[alive, n], mask[alive, n] = y, True
-        logprobs[alive, n] = logp.gather(-1, y[:, None]).squeeze(-1)
         going = torch.isin(y, eos, invert=True)
         if n + 1 == max_new_tokens or not going.any():
             break
@@ -183,129 +187,218 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_i
             cache.batch_select_indices(keep)
             alive, y, attention, positions = alive[keep], y[keep], attention[keep], positions[keep]
         positions = positions + 1
-        logits = run(input_ids=y[:, None], attention_mask=attention[:, : width + n + 1], position_ids=positions,
-                     use_cache=True, **{kv: cache}).logits[:, -1]
-    return tokens[:, : n + 1], mask[:, : n + 1], logprobs[:, : n + 1]
+        logits = run(input_ids=y[:, None], attention_mask=attention[:, :width + n + 1], position_ids=positions,
+                     use_cache=True, **{name: cache}).logits[:, -1]
+    return tokens[:, :n + 1], mask[:, :n + 1], logprobs[:, :n + 1]
 
 def decode(tokenizer, tokens, mask):
     """Text of each row, cut by the mask (the first end token), never by looking for pad ids."""
-    return [tokenizer.decode(t[m].tolist(), skip_special_tokens=True) for t, m in zip(tokens.cpu(), mask.cpu())]
+    return [tokenizer.decode(row[real].tolist(), skip_special_tokens=True)
+            for row, real in zip(tokens.cpu(), mask.cpu())]
 
-# --- 3. Reward -------------------------------------------------------------------------------------------------------
+# --- 3. Reward -------------------------------------------------------------------------------------------
 
-# A number: groups of exactly three digits (so `3,8` stays a list), decimals, exponent; then `/b`, a whole part before
-# the fraction, `\cdot10^n`. Exponents stop at three digits because 1e999999999 would fill the memory.
+# Digits: groups of exactly three (`3,8` is a list); a longer exponent would fill the memory. As in 1,250.5e3
 DIGITS = r"(?:(?:\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"
-NUMBER = re.compile(rf"((?<![\w)\]}}])[-+])?(?:(\d{{1,9}}) (?=\d{{1,9}}/\d))?({DIGITS})(?: ?/ ?(-?{DIGITS}))?"
-                    r"(?: ?\\cdot ?10\^\{?([-+]?\d{1,3})\}?)?")
-# A number with one of these beside it is only a piece of something, or denied: 5\sqrt{3}, 10-12, 5 or 7, not 40.
-BEFORE = re.compile(r"(?:\d[ .,]?|[*/^_+×÷±] ?|- |\d ?-|\d,? (?:and|or) |\bnot |\\\w+ ?\{?)$")
-AFTER = re.compile(r"[\s,]*(?:(?:or|and|to|by|x|times)\b|[-+*/^×÷:.])?\s*[-+]?\.?\d|\s*[\\^_]|[eE][-+]?\d")
+# A number: whole part before a fraction, fraction or power, power of ten. As in -3 1/2, 5^2, 4.5\cdot10^3
+NUMBER = re.compile(
+    rf"(?P<sign>(?<![\w)\]}}])[-+])?(?:(?P<whole>\d{{1,9}}) (?=\d{{1,9}}/\d))?(?P<top>{DIGITS})"
+    rf"(?: ?/ ?(?P<bottom>-?{DIGITS})|\^\{{?(?P<power>[-+]?\d\d?(?!\d))\}}?)?"
+    r"(?: ?\\cdot ?10\^\{?(?P<tens>[-+]?\d{1,3}(?!\d))\}?)?")
+# Powers of ten; the letters count outside math, and `m` is metres. As in 18 thousand, 18k
+SIZES = {"hundred": 2, "thousand": 3, "grand": 3, "lakh": 5, "million": 6, "billion": 9, "trillion": 12}
+LETTERS = {"k": 3, "K": 3, "M": 6, "mn": 6, "B": 9, "bn": 9, "T": 12}
+# A number behind one of these is a piece, a bound or denied. As in 10-12, > 18, half of 40, not 40, Step 2
+BEFORE = re.compile(
+    r"(?:\d[ .,]?|[*/^_+×÷±√|] ?|- |\d ?-|\d,? (?:and|or) |\\\w+ ?\{?|(?:^|\W|\w )[<>] ?|\b(?:not(?: \w+)?"
+    r"|minus|negative|over|under|above|below|almost|nearly|step|part|(?:more|less|\w+er) than"
+    r"|(?:half|twice|double|third|quarter|square|root)(?: of)?(?: the)?|in (?:thou|mil|bil)\w+(?: is|:)?) )$",
+    re.I)
+# So is a number in front of one of these. As in 12-10, 5 or 7, 5 * (2 + 1), 5\pi, 3 hundredths, 18 or more
+AFTER = re.compile(
+    r"[\s,]*(?:(?:or|and|to|by|x|times)\b|[-+*/^×÷:.])?\s*[-+]?\.?\d|[)\]}]*\s*\^|\s*[\\_+*÷±√<>]|\)?\(-?\d"
+    r"|\s*[-/] ?\(|[eE][-+]?\d|[xy]\b|(?:st|nd|rd|th)\b| ?(?:[kKMBT]|mil|bn|mn)\b| \(or\b"
+    r"| (?:squared|cubed|or (?:more|less|\w+er))\b|[\s-]+hal(?:f|ves)\b|[\s-]*(?:third|tenth)s"
+    rf"| and (?:an?|one|two) (?:half|third|quarter)|[\s(-]*(?:[a-z]+ )?(?i:{'|'.join(SIZES)})")
+# A line that opens an echoed or an invented question. As in Question 2: How many
 QUESTION = re.compile(r"^[# \t]*(?:next |new )?(?:question|problem|q|human|user)[ #\d]*:", re.M | re.I)
-STATED = re.compile(r"\banswer(?:\s+(?:is|was|equals|(?:should|must|would|will) be)\b(?!\s+not\b)|\s*[:=])[:\s]*"
-                    r"|^A:(?=\s*\W{0,3}\d)", re.M | re.I)  # bare `A:` only before a number: in arc it labels an option
+# A mark, not a heading: no word, no `2.` with a word, but in the last line. As in #### 28, #### Total: 28
+HASHES = re.compile(
+    r"(?<!#)#{4,}(?:(?!#|\s*(?:[A-Za-z]{2}|[A-Za-z] [a-z]|\d\d? ?(?:[.)-]\s+[A-Za-z]|:)))"
+    r"|\s*(?=about|approximately|at least|exactly|only)|(?!\s*(?i:note|check|verif|step))"
+    r"\s*[^\d\n#:=]{2,60}(?:[:=]|\b(?:is|are))(?=\W{0,4}\d[^\n#]{0,60}\s*\Z))")
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")  # what opens a box, as in \boxed {28}
+TAG = re.compile(r"<answer>(?=[^<]*</answer>)", re.I)  # a tag that is closed, as in <answer>28</answer>
+ADVERB = r"(?:(?:therefore|thus|hence|then|clearly|definitely|certainly|simply|indeed|obviously)\b,?\s*)?"
+# A statement. Bare `A:` only before a number: in arc it labels an option. As in The answer should be 28
+STATED = re.compile(
+    r"\banswer(?:,? (?:therefore|thus|then|hence),?)?(?:\s+(?:is|was|equals|(?:should|must|would|will) be)\b"
+    r"|\s*[:=])(?![:\s]*(?:not|correct|right|reasonable|consistent|valid)\b)[:\s]*"
+    rf"{ADVERB}|^A:(?=\s*\W{{0,3}}\d)", re.M | re.I)
+# Doubt in the statement behind it. As in I don't think the answer is 28; the wrong answer is 28
+DOUBT = re.compile(
+    r"(?:(?:n't|\bnot|\bnever) \w+|\b(?:doubt|wonder|whether|unclear|false|if))(?: that| if| whether)?(?: the"
+    r"| my)?(?: \w+)? ?\Z|\b(?:wrong|incorrect|first|previous|earlier|initial|worst|least \w+) \Z", re.I)
+STEP = re.compile(r"^\W{0,6}(?:step|part) (\d\d?)", re.M | re.I)  # withdraws the mark before it: Step 2
+# The end of the clause that answers. As in 12 pears, which is 3 more
 CLAUSE_END = re.compile(r"[;!?]|\.(?!\d)|,(?!\s*(?:-?\d|\(?(?:[A-E]|or|and)\b))")
-HEDGE = re.compile(r"\?|\bI (?:can(?:not|.t)|don.t|do not)\b|\b(?:not |un)sure\b|\d,? or -?\$?\d|\b(?:either|maybe|"
-                   r"perhaps|possibly|guess|candidates|so far)\b|\b(?:and|or|plus|minus|times|of|to|for)$", re.I)
-CHOICE = re.compile(r"^(?i:(?:the )?(?:option|choice|letter) )?\W{0,5}(?:([A-E1-5])(?![\w'])|([a-e])(?=[).:]|\W{0,5}$))"
-                    r"(?!\)?[\s,/&]*(?:or|and)\W+[A-E1-5]\b|[\s,/&]+[A-E1-5]\b|.*\([A-E1-5]\))")  # not `A or B`
-LABEL = re.compile(r"\(([A-E1-5])\)|^[^\w\n]{0,5}([A-E1-5])(?:[).:]|[^\w\n]*$)", re.M)
-EXTRAS = re.compile(r"^\\?[a-zA-Z]\w{0,20}(?:\(\w\))? ?= ?(?=[^=]+$)|"  # `x =` in front, unit behind
-                    r"(?<=[\d}]) (?:[a-zA-Z]{2,20}(?: [a-zA-Z]{2,20}){0,2}|[mgsLJNVWC])(?:/[a-z]+)?(?:\^\d)?$")
+# A closing sentence with one of these decides nothing. As in Perhaps it is 28
+HEDGE = re.compile(
+    r"\?|\bI (?:can(?:not|.t)|don.t|do not)\b|\b(?:not |un)sure\b|\d,? or -?\$?\d|\b(?:either|maybe|perhaps"
+    r"|possibly|guess|candidates|so far)\b|\b(?:and|or|plus|minus|times|of|to|for)$", re.I)
+# arc: an option chosen in other words. As in I would pick (D); the best option is D; so D.; D is correct
+CHOSEN = re.compile(
+    r"\b(?:I|we)(?:'d|'ll| would| will)? (?:choose|chose|pick|select|go with) (?-i:(?!a\b))"
+    rf"|\b(?:option|choice|letter)(?: (?:is|(?:must|would) be)\b:?|:) ?{ADVERB}"
+    r"|\b(?:so|therefore|thus|hence|leaves|it(?: is|'s| must be))[,:]? (?:it (?:is|must be) |it's )?"
+    r"(?=(?:option |choice )?\W{0,2}(?-i:[A-E])\W{0,2}?(?:[.!\n]|$))"
+    r"|(?:^|[.!?:;] |\b(?:so|that|thus|hence|therefore|only|but),? |(?<!n't )(?<!not )\b(?:think|say) "
+    r"|(?<!or )(?<!and )(?<!not )(?<!if )(?<!neither )\b(?:option|choice|answer) )(?=\(?(?-i:[A-E])\)? (?:is"
+    r"|must be) (?:the )?(?:(?:correct|right|best) (?:answer|choice|option)|correct|right|answer)\b)",
+    re.I | re.M)
+# The chosen option, not `A or B`. As in the option (D); D; d)
+CHOICE = re.compile(
+    r"^(?i:(?:the )?(?:option|choice|letter) )?\W{0,5}(?:([A-E1-5])(?![\w'])|([a-e])(?=[).:]|\W{0,5}$))"
+    r"(?!\)?[\s,/&]*(?:or|and)\W+[A-E1-5]\b|[\s,/&]+[A-E1-5]\b|\)? (?:if|unless|is (?:not|wrong))\b"
+    r"|.*\([A-E1-5]\))")
+# An option without a statement, and one denied. As in which leaves (D); not (D); (D) is wrong
+LABEL = re.compile(r"\(([A-E1-5])\)|^[^\w\n]{0,5}(?:Option |Choice )?([A-E1-5])(?:[).:]|[^\w\n]*$)", re.M)
+DENIED = re.compile(
+    r"(?:n't|\b(?:not|nor|neither|never|out|except|but))(?: be)? (?:option )?\([A-E1-5]\)|\(?[A-E1-5]\) "
+    r"(?:is |was )?(?:not|wrong|incorrect|false|isn't|can't|cannot|doesn't|does not|fails)\b", re.I)
+# `x =` in front and a unit behind. As in f(x) = 5 cm^2
+EXTRAS = re.compile(
+    r"^\\?[a-zA-Z]\w{0,20}(?:\(\w\))? ?= ?(?=[^=]+$)|(?<=[\d}]) (?:[a-zA-Z]{2,20}(?: [a-zA-Z]{2,20}){0,2}"
+    r"|[mgsLJNVWC])(?:/[a-z]+)?(?:\^\d)?$")
+# Signs and their plain spelling, as ≤ for \le
+SIGNS = {"−": "-", "–": "-", "⁄": "/", "×": r"\cdot ", "·": r"\cdot ", "⋅": r"\cdot ", "≤": r"\le ",
+         "≥": r"\ge ", "≠": r"\ne ", "π": r"\pi ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ",
+         "∈": r"\in ", "±": r"\pm ", "…": r"\ldots ", "½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4",
+         "¾": "3/4", "⅕": "1/5", "⅛": "1/8"}
+RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+# One spelling where LaTeX and prose have several, in this order. As in \dfrac12 and ½, which are 1/2
 LATEX = [(re.compile(pattern), new) for pattern, new in (
-    (r"[−–]", "-"), (r"\\[dt]frac", r"\\frac"), (r"\\times", r"\\cdot"), (r"\{,\}", ","),
-    (r"\\(?:text(?:bf|rm|it)?|mathrm|mathbf|mbox) ?\{([^{}]*)\}", r" \1"),
-    (r"\\(?:left|right|boxed)(?![a-zA-Z])|\\! ?|\\?[$%]|(?<!\\)\\[()\[\]]|\^\{?\\circ\}?|°", ""),
-    (r"(?<!\\)\\[,;: ]|~|\\q?quad\b", " "), (r"\s+", " "), (r"([\^_])\{(\w)\}", r"\1\2"),
-    (r"\\(frac|sqrt) ?(\d)", r"\\\1{\2}"), (r"(\\frac\{[^{}]*\}) ?(\d)", r"\1{\2}"), (r"(?<=\d) ?\\frac", r" \\frac"),
-    (rf"\\frac\{{(-?{DIGITS})\}}\{{(-?{DIGITS})\}}", r"\1/\2"))]
+    (r"[⁰¹²³⁴-⁹⁻]+", lambda raised: f"^{{{raised[0].translate(RAISED)}}}"), (r"[₀-₉]", "_"),
+    (r"[$€£] ?([\d.,]*\d) ?m\b(?! ?[-+*/^=$])", r"\1 million"), (r"(?<=\d)\*\*(?=\d)", "^"),
+    (r"(?<![\w)*_])[*_]([-+$\d.,%]+)[*_](?![\w*_])", r"\1"), (r">=", "≥"), (r"<=", "≤"), (r"!=", "≠"),
+    (r"\\[dtc]frac", r"\\frac"), (r"\\[dt]binom", r"\\binom"), (r"\\times", r"\\cdot"), (r"\{,\}", ","),
+    (r"\\(le|ge|ne)q(?:slant|q)?(?![a-zA-Z])", r"\\\1 "), (r"\\[cl]?dots[cbm]?(?![a-zA-Z])", r"\\ldots"),
+    (r"(?<=\d) and (?:a|one) half\b", "½"), (r"(?<=\d)(?=[½⅓⅔¼¾⅕⅛])", " "),
+    (f"[{''.join(SIGNS)}]", lambda sign: SIGNS[sign[0]]),
+    (r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox) ?\{([^{}]*)\}", r" \1"),
+    (r"\\(?:(?:display|text)style|limits|[bB]igg?[lr]?|left|right|boxed)(?![a-zA-Z])|\\! ?|\\?[$%€£]"
+     r"|(?<!\\)\\[()\[\]]|\^\{?\\(?:circ|degree)\}?|°", ""), (r"(?<!\\)\\[,;: ]|~|\\q?quad\b", " "),
+    (r"\s+", " "), (r"(?<=\{) | (?=\})", ""), (r"([\^_])\{(\w)\}", r"\1\2"), (r"(?<=[\^_]\w) (?=\d)", ""),
+    (r"(?<=\d) ?(?:\\cdot|[xX*]) ?(?=10\^)", r"\\cdot"), (r"\\(frac|sqrt) ?(\d)", r"\\\1{\2}"),
+    (r"(\\frac\{[^{}]*\}) ?(\d)", r"\1{\2}"), (r"(?<=\d) ?\\frac", r" \\frac"),
+    (rf"\\frac\{{(-?{DIGITS})\}}\{{(-?{DIGITS})\}}", r"\1/\2"),
+    (rf"(?<=\d)(?:-| ?\(?)((?i:{'|'.join(SIZES)}))s?\b\)?",
+     lambda size: rf"\cdot10^{SIZES[size[1].lower()]}"))]
 
 def verify(completion: str, gold: str, kind: str) -> int:
-    r"""1 if the reply's final answer is the gold one, else 0; linear time, never raises. kind: a key of FINISH.
+    r""
+    r"""1 if the reply's final answer is the gold one, else 0; linear time, never raises. kind as in FINISH.
 
-    1. <think> blocks are dropped. A `Question:` line that opens the reply is an echo, dropped; a later one is an
-       invented next question, and the text ends there.
-    2. The LAST `####` counts, else the last \boxed{}, else the last <answer>, else the last "answer is", "Answer:"
-       or "A:" line. If it is empty, cut off or undecided (5 or 7), nothing earlier is tried instead.
-    3. Without any: gsm8k and svamp take the last number of the closing sentence unless that hedges, asks or breaks off;
-       arc takes the only option label in the reply. math always wants a box.
-    4. Numbers are compared as exact fractions: 48.0 = 48, 3/4 = 0.75, 35% = 35, but 0.33 is not 1/3.
-    5. math: equal numbers, else equal normalised LaTeX; `x =` and units are ignored where one side lacks them.
+    1. <think> blocks and an echoed `Question:` are dropped; an invented next question ends the text.
+    2. The LAST mark counts: `####` (no heading), \boxed{}, <answer>, "The answer is", in arc also "I choose".
+       If it is empty, cut off, undecided (5 or 7) or followed by "Step 2", nothing earlier is tried instead.
+    3. Without any: gsm8k and svamp take the last number of the closing sentence unless that hedges, asks or
+       breaks off; arc takes the only option label in the reply. math always wants a box.
+    4. Numbers are exact fractions: 48.0 = 48, 3/4 = 0.75, 35% = 35, 18k = 18000, but 0.33 is not 1/3.
+    5. math: equal numbers, else equal LaTeX in one spelling; `x =` and units may be lacking on one side.
     6. A gold that cannot be read (empty, or words for gsm8k) gives 0 to every reply.
     """
-    judge = {"toy": _same_number, "gsm8k": _same_number, "svamp": _same_number, "math": _same_math, "arc": _same_choice}[kind]
-    return int(judge(_own_words(str(completion)), str(gold).strip()))
+    judges = dict.fromkeys(FINISH, _same_number) | {"math": _same_math, "arc": _same_choice}
+    return int(judges[kind](_own_words(str(completion)), str(gold).strip()))
 
 def _own_words(text):
-    """The reply without reasoning, bold marks, echoed question and invented next question."""
+    """The reply without reasoning, calculator marks, bold, echoed question and invented next question."""
     text = re.sub(r"(?is)<think>.*?(?:</think>|\Z)|\A(?:(?!<think>).)*?</think>", "", text)
+    text = re.sub(r"<<[^<>\n]*>>|</?(?:b|strong|i|em|code)>", "", text.replace("’", "'"))
     first, *later = QUESTION.split(re.sub(r"(?<!\d)\*\*|\*\*(?!\d)", "", text))  # 2**3 is a power, not bold
     return first if first.strip() or not later else re.split(r"[?\n]", later[0] + "\n", maxsplit=1)[1]
 
 def _box(text):
-    r"""Content of the last \boxed{} with balanced braces; "" if cut off, None without a box."""
-    _, box, text = text.rpartition(r"\boxed{")
+    """What stands before the brace that closes a box; "" if cut off."""
     depth = 1
-    for brace in re.finditer(r"(?s)\\.|[{}]", text if box else ""):
+    for brace in re.finditer(r"(?s)\\.|[{}]", text):
         depth += (brace[0] == "{") - (brace[0] == "}")
         if depth == 0:
             return text[:brace.start()]
-    return "" if box else None
+    return ""
 
-def _marked(text):
-    """First clause behind the mark that counts (rule 2), None without: `12 pears`, not `which is 3 more than 9`."""
-    if "####" in text:
-        phrase = text.rpartition("####")[2]
-    elif (phrase := _box(text)) is None:
-        tags = re.findall(r"(?i)<answer>([^<]*)</answer>", text)
-        ends = [match.end() for match in STATED.finditer(text)]
-        phrase = tags[-1] if tags else text[ends[-1]:] if ends else None
-    return phrase and CLAUSE_END.split(_latex(phrase.strip().split("\n", 1)[0]), maxsplit=1)[0].strip()
+def _marked(text, *patterns):
+    """First clause behind the last mark (rule 2), None without: `12 pears`, not `which is 3 more than 9`."""
+    numbers = re.findall(r"####\s*(\d+)", text)
+    if len(numbers) < 2 or numbers != [str(n + 1) for n in range(len(numbers))]:  # 1, 2, 3 are headings
+        patterns = (HASHES, *patterns)
+    marks = [mark for pattern in (BOX, TAG, STATED, *patterns) for mark in pattern.finditer(text)]
+    marks.sort(key=lambda mark: mark.end())
+    doubted = [mark for mark in marks[-9:] if DOUBT.search(text[max(0, mark.start() - 60):mark.start()])]
+    while marks and marks[-1] in doubted:
+        marks.pop()
+    step = marks and STEP.search(text, marks[-1].end())
+    if not marks or (step and step[1] != "1"):
+        return "" if doubted and not marks else None
+    phrase = text[marks[-1].end():].partition("</answer>")[0]
+    line = _latex((_box(phrase) if marks[-1].re is BOX else phrase).strip().split("\n", 1)[0])
+    clause = CLAUSE_END.split(line, maxsplit=1)[0]
+    return "" if line[len(clause):].startswith("?") else clause.strip()
 
 def _closing(text):
-    """Last sentence of a reply; "" if it hedges, or ends neither in a stop nor in the number and its unit."""
-    sentence = re.split(r"(?<=[.!?])\s+|\n+", text.strip())[-1]
-    ended = re.search(r"(?:[.!]|\d\S*(?: \w+)?)\W*$", sentence[-60:])  # searching all of it would take quadratic time
-    return _latex(sentence) if ended and not HEDGE.search(sentence) else ""
+    """Last sentence; "" if it hedges, is a heading, or ends neither in a stop nor a number with unit."""
+    text = re.split(r"(?im)^#+\s*(?:check|verif)", text)[0]
+    line = text.strip().rsplit("\n", 1)[-1]
+    sentence = re.sub(r"^\W{0,9}\d{1,2}\)\s", "", re.split(r"(?<=[.!?])\s+", line)[-1])  # 2) numbers a list
+    ended = re.search(r"(?:[.!]|\d\S*(?: \w+)?)\W*$", sentence[-60:])  # all of it: quadratic time
+    heading = line.startswith("#") and not re.match(r"#+\s*(?!step|part)[a-z].*[.!]\Z", line, re.I)
+    return "" if heading or not ended or HEDGE.search(sentence) else _latex(sentence)
 
 def _same_number(text, gold):
     """gsm8k, svamp: the first number behind the mark, or else the last one of the closing sentence."""
     marked = _marked(text)
     clause = (_closing(text) if marked is None else marked).rpartition("=")[2]
+    clause = re.sub(r"(?<=\d)(k|K|M|mn|B|bn|T)\b", lambda size: rf"\cdot10^{LETTERS[size[1]]}", clause)
+    clause = re.sub(r"(?<=[a-z])\^\d", "", clause)  # cm^3
     found = list(NUMBER.finditer(clause))[slice(-1, None) if marked is None else slice(1)]
-    alone = [m[0] for m in found if not (BEFORE.search(clause[:m.start()][-20:]) or AFTER.match(clause, m.end()))]
+    alone = [number[0] for number in found if not AFTER.match(clause, number.end())
+             and not BEFORE.search(clause[:number.start()][-30:])]
     value = _value(_latex(gold))
     return value is not None and [value] == [_value(number) for number in alone]
 
 def _value(text):
-    """Exact value of a number, else None; also for x/0 and for lengths that int() refuses or takes seconds over."""
-    if len(text) > 1000 or not (match := NUMBER.fullmatch(text)):
+    """Exact value of a number, else None; also for x/0 and lengths that take int() seconds."""
+    match = NUMBER.fullmatch(text) if len(text) <= 1000 else None
+    if match is None:
         return None
-    sign, whole, *parts, power = match.groups()
-    top, bottom = (Fraction(re.sub("[, ]", "", part or "1")) for part in parts)
-    size = bottom and (int(whole or 0) + top / bottom) * Fraction(10) ** int(power or 0)
-    return None if bottom == 0 else -size if sign == "-" else size
+    top, bottom = (Fraction(re.sub("[, ]", "", match[part] or "1")) for part in ("top", "bottom"))
+    power = int(match["power"] or 1)
+    if bottom == 0 or (top == 0 and power < 0):
+        return None
+    size = (int(match["whole"] or 0) + top**power / bottom) * Fraction(10) ** int(match["tens"] or 0)
+    return -size if match["sign"] == "-" else size
 
 def _latex(text):
-    """One spelling where LaTeX has several; currency, percent and degree signs and the full stop are dropped."""
+    """One spelling where LaTeX has several; currency, percent, degree signs and the full stop are dropped."""
     for pattern, new in LATEX:
         text = pattern.sub(new, text)
     return text.strip().rstrip(" .")
 
 def _same_math(text, gold):
-    """math: the box holds the same number, else the same text; spaces count only between digits."""
-    sides = [_latex(_box(text) or ""), _latex(gold)]
+    """math: the last box holds the same number, else the same text; spaces count only between digits."""
+    *_, box = BOX.split(text)
+    sides = [_latex(_box(box)) if box is not text else "", _latex(gold)]
     bare = [EXTRAS.sub("", side) for side in sides]
-    if bare[0] == sides[0] or bare[1] == sides[1]:  # where both name a variable or a unit, it must be the same one
+    if bare[0] == sides[0] or bare[1] == sides[1]:  # both name a variable or a unit: it must be the same
         sides = bare
     values = [_value(side) for side in sides]
     reply, gold = (re.sub(r"(?<!\d) | (?!\d)", "", side) for side in sides)
     return reply == gold != "" if values[1] is None else values[0] == values[1]
 
 def _same_choice(text, gold):
-    """arc: the label behind the mark, or else the only label of the reply; digits where the gold is a digit."""
-    marked = _marked(text)
-    found = LABEL.findall(text) if marked is None else CHOICE.findall(marked)
+    """arc: the label behind the mark, or else the only one of the reply; digits where the gold is a digit."""
+    marked = _marked(text, CHOSEN)
+    found = LABEL.findall(DENIED.sub("", text)) if marked is None else CHOICE.findall(marked)
     return {(a or b).upper() for a, b in found if (a or b).isdigit() == gold.isdigit()} == {gold.upper()}
 
 def group_advantages(rewards, group_size, std="unbiased", eps=1e-4):
@@ -451,6 +544,7 @@ def divergence(student_logits, teacher_logits, kind="jsd", lam=0.5, k=16):
 def distill_residual(student_logits, teacher_logits, kind="fkl", lam=0.5, tau=None, k=16):
     """delta_D = d divergence / d student_logits, in closed form. logits [..., V] -> [..., V]; rows sum to 0.
 
+    rkl-topk is the exception: VLS descend q.r with the weights q detached, the mean of a top-k advantage.
     Near agreement the jsd residual is lam (1-lam) times the fkl one: a quarter of it at lam = 1/2.
     tau: positions whose divergence (the sum over V) is above tau give exactly 0, the gradient of min(D, tau) [eq 1].
     """
@@ -463,9 +557,9 @@ def distill_residual(student_logits, teacher_logits, kind="fkl", lam=0.5, tau=No
     elif kind == "jsd":
         log_m = log_mixture(log_ps, log_pt, lam)
         delta = (1 - lam) * p_s * (log_ratio(log_ps, log_m) - kl(log_ps, log_m)[..., None])
-    elif kind == "rkl-topk":  # the support is held fixed; only p_s reaches entries outside it
+    elif kind == "rkl-topk":  # the weights q are held fixed [VLS App. E, H.2]: exactly 0 at agreement, autograd of the value is not
         q, ratio, index = likeliest(log_ps, log_pt, k)
-        delta = (-p_s).scatter_add(-1, index, q * (1 + ratio - (q * ratio).sum(-1, keepdim=True)))
+        delta = (-(q * ratio).sum(-1, keepdim=True) * p_s).scatter_add(-1, index, q * ratio)
     else:
         raise ValueError(f"unknown divergence {kind!r}")
     if tau is not None:
@@ -500,7 +594,7 @@ def isotropic_kernel(delta_D, delta_R):
     K = (delta_D * delta_R).sum(-1)
     return K, K / (delta_D.norm(dim=-1) * delta_R.norm(dim=-1)).clamp(min=1e-12)
 
-# --- 6. Methods: one function each, (signals, settings) -> (seed [T, V], alpha [T] or a number) ------------------------
+# --- 6. Methods: one function each, (signals, settings) -> seed [T, V], alpha [T] or a number --------------------------
 
 class Settings(NamedTuple):
     """What a method may be told, by the papers' letters. train.py has a flag for each."""
@@ -510,7 +604,7 @@ class Settings(NamedTuple):
     eps: float = 0.1  # see normalize
     eta_in: float = 0.1  # M3-EG: length of the inner step [eq 15], not a multiple of the learning rate
     eg_gate: str = "select"  # M3-EG keeps the boundary gate [App. E.1]; or "soft"
-    zero_advantage: str = "teacher"  # tokens of all-equal groups have K = 0: the teacher may speak; or "skip"
+    zero_advantage: str = "teacher"  # tokens of all-equal groups have K = 0: the teacher may speak there; or "skip"
     divergence: str = "jsd"  # of eq 1; M3's own residual is always fkl's [eq 9]
     lam: float = 0.5  # of the jsd
     tau: float | None = None  # clip of a token's divergence in nats [eq 1]
@@ -522,54 +616,45 @@ class Settings(NamedTuple):
 DEFAULTS = Settings()
 
 class Signals:
-    """What is known of T response tokens. Everything is computed when first asked for: GRPO never asks the teacher."""
-
-    def __init__(self, micro, chunk, settings):
-        self.micro, self.chunk, self.settings = micro, chunk, settings
-        self.tokens, self.row = micro.tokens[chunk], micro.row[chunk]  # y; the token's row in the batch
+    """What is known of T response tokens; each is computed when first asked for, so GRPO never runs the teacher."""
+    def __init__(self, micro, chunk):
+        self.micro, self.chunk, self.settings = micro, chunk, micro.settings
+        self.tokens, self.row = micro.tokens[chunk], micro.row[chunk]  # y [T]; the token's row in the batch
         self.advantages, self.weights = micro.advantages[chunk], micro.weights[chunk]  # A; 1/N of eqs 1 and 2
-        self.taught = micro.taught[chunk]  # False: the teacher has nothing to say on this row
-        self.logits = tempered(micro.student[1](micro.leaf[chunk]), settings)  # [T, V], with a graph
+        self.logits = self.tempered(micro.student[1](micro.leaf[chunk]))  # [T, V], with a graph
         self.z_S = self.logits.detach()
-
+    def tempered(self, logits):
+        return logits.float() / self.settings.temperature if self.settings.temperature != 1 else logits.float()
     @functools.cached_property
     def z_T(self):
         with torch.no_grad():
-            return tempered(self.micro.teacher[1](self.micro.teacher_hidden[self.chunk]), self.settings)
-
+            return self.tempered(self.micro.teacher[1](self.micro.teacher_hidden[self.chunk]))
     @functools.cached_property
     def delta_R(self):  # eq 5
         return reward_residual(self.z_S, self.tokens, self.advantages)
-
     @functools.cached_property
     def divergence(self):  # [T], eq 1 before its clip
         raw = divergence(self.z_S, self.z_T, self.settings.divergence, self.settings.lam)
-        return raw * self.settings.distill_scale * self.taught
-
+        return raw * self.settings.distill_scale
     @functools.cached_property
     def clipped(self):  # [T] bool
         return self.divergence >= (self.settings.tau or math.inf) * self.settings.distill_scale
-
     @functools.cached_property
-    def delta_D(self):  # eq 9: p_S - p_T, and 0 where clipped
-        return self._teacher_residual("fkl")
-
+    def delta_D(self):  # eq 9: p_S - p_T
+        return self.teacher_residual("fkl")
     @functools.cached_property
     def loss_gradient(self):  # of eq 1 itself, with its own divergence
-        return self._teacher_residual(self.settings.divergence)
-
-    def _teacher_residual(self, kind):
-        scale = self.settings.distill_scale * (~self.clipped & self.taught)[:, None]
+        return self.teacher_residual(self.settings.divergence)
+    def teacher_residual(self, kind):
+        scale = self.settings.distill_scale * ~self.clipped[:, None]  # a clipped token gives exactly 0
         return scale * distill_residual(self.z_S, self.z_T, kind, self.settings.lam)
-
     @functools.cached_property
     def conflict(self):  # K_DR(n) and cos phi_n [T]; a kernel of ntk.py runs on the whole micro-batch, once
         if self.micro.kdr is None:
             return isotropic_kernel(self.delta_D, self.delta_R)
         return [x[self.chunk] for x in self.micro.conflict]
-
     def columns(self, alpha, look):
-        """What a log needs of these tokens, name -> [T]; of teacher and conflict what was computed anyway. look: K_DR, too."""
+        """What a log needs, name -> [T]. Of teacher and conflict what was computed anyway; look: K_DR in any case."""
         log_ps = log_softmax(self.z_S)
         seen = dict(row=self.row, weight=self.weights, advantage=self.advantages, norm_R=self.delta_R.norm(dim=-1),
                     logp=log_ps.gather(-1, self.tokens[:, None])[:, 0], alpha=torch.zeros_like(self.weights) + alpha,
@@ -579,9 +664,6 @@ class Signals:
         if "z_T" in vars(self):
             seen |= dict(divergence=self.divergence, clipped=self.clipped)
         return seen
-
-def tempered(logits, settings):
-    return logits.float() / settings.temperature if settings.temperature != 1 else logits.float()
 
 def grpo(s, f):
     """the reward alone [M3 eq 2]"""
@@ -596,131 +678,103 @@ def hybrid(s, f):
     return (1 - f.alpha) * s.delta_R + f.alpha * s.loss_gradient, f.alpha
 
 def rlsd(s, f):
-    """the teacher scales the reward's push, by at most 10 %, fading out over 60 steps"""
+    """reward, its size scaled per token by the teacher: by 10 % at most, fading out over 60 steps"""
+    # A_n = A [(1 - lam) + lam clip(w, 0.8, 1.2)], w = (p_T(y) / p_S(y))^sign(A): the sign stays the verifier's
     lam = 0.5 * max(0.0, 1 - (f.step - 1) / 60)
     logp_T, logp_S = (log_softmax(z).gather(-1, s.tokens[:, None])[:, 0] for z in (s.z_T, s.z_S))
-    return reward_residual(s.z_S, s.tokens, rlsd_advantages(s.advantages, logp_T, logp_S, lam)), 0.0
+    ratio = (s.advantages.sign() * (logp_T - logp_S)).exp().clamp(0.8, 1.2)
+    return reward_residual(s.z_S, s.tokens, s.advantages * ((1 - lam) + lam * ratio)), 0.0
 
 def sdpo(s, f):
     """no reward loss: the teacher reads a successful other response of the group"""
-    return sdpo_residual(s.z_S, s.z_T) * s.taught[:, None], 1.0
-
-def gate_select(K, alpha_max):
-    """M3-Select [eq 12]: the teacher speaks where K_DR(n) >= 0, and is silent on conflict. K [...] -> [...].
-
-    K = 0 counts as agreement, so tokens with A = 0 (no reward signal at all) do listen to the teacher.
-    """
-    return alpha_max * (K >= 0).float()
-
-def gate_soft(cos, alpha_max, beta):
-    """M3-Soft [eq 14]: alpha_max sigmoid(beta cos phi_n). beta 0: alpha_max/2; beta -> inf: Select, except at cos = 0."""
-    return alpha_max * torch.sigmoid(beta * cos)
-
-def m3_seed(delta_D, delta_R, alpha, eps):
-    """Eq 11 per token: alpha_n delta_D^ + (1 - alpha_n) delta_R^. [T, V], [T, V], [T] -> [T, V].
-
-    Token weights (1/N) and s_bar are the caller's: a factor of the whole gradient can wait for the batch that defines it.
-    """
-    return alpha[..., None] * normalize(delta_D, eps) + (1 - alpha[..., None]) * normalize(delta_R, eps)
-
-def heard(s, f, alpha):
-    """alpha, or 0 on tokens without a reward signal where Settings.zero_advantage says "skip"."""
-    return alpha * (s.advantages != 0) if f.zero_advantage == "skip" else alpha
+    return sdpo_residual(s.z_S, s.z_T), 1.0
 
 def m3_norm(s, f):
     """normalised residuals without a gate: the reference of the M3 family"""
-    alpha = heard(s, f, torch.full_like(s.weights, f.alpha_max))
-    return m3_seed(s.delta_D, s.delta_R, alpha, f.eps), alpha
+    return m3_seed(s, f, torch.full_like(s.weights, f.alpha_max))
 
 def m3_select(s, f):
     """the teacher speaks only where it does not fight the reward [M3 eq 12]"""
     K, _ = s.conflict
-    alpha = heard(s, f, gate_select(K, f.alpha_max))
-    return m3_seed(s.delta_D, s.delta_R, alpha, f.eps), alpha
+    return m3_seed(s, f, gate_select(K, f.alpha_max))
 
 def m3_soft(s, f):
     """the teacher's share falls smoothly with the conflict [M3 eq 14]"""
     _, cos = s.conflict
-    alpha = heard(s, f, gate_soft(cos, f.alpha_max, f.beta))
-    return m3_seed(s.delta_D, s.delta_R, alpha, f.eps), alpha
+    return m3_seed(s, f, gate_soft(cos, f.alpha_max, f.beta))
 
 def m3_random(s, f):
     """control: closes as many tokens as m3-select, drawn at random among those with a reward signal"""
     K = s.conflict[0].clone()
     live = (K != 0).nonzero()[:, 0]
     K[live] = K[live[torch.randperm(len(live), generator=f.generator).to(live.device)]]
-    alpha = heard(s, f, gate_select(K, f.alpha_max))
-    return m3_seed(s.delta_D, s.delta_R, alpha, f.eps), alpha
+    return m3_seed(s, f, gate_select(K, f.alpha_max))
 
 def m3_eg(s, f):
     """the reward's gradient where the gated teacher would lead [M3 eq 15]"""
-    K, cos = s.conflict
-    alpha = gate_select(K, f.alpha_max) if f.eg_gate == "select" else gate_soft(cos, f.alpha_max, f.beta)
-    alpha = heard(s, f, alpha)
-    return alpha[:, None] * normalize(s.delta_D, f.eps), alpha  # m_D; m3_step does the rest
+    _, alpha = m3_soft(s, f) if f.eg_gate == "soft" else m3_select(s, f)
+    return alpha[:, None] * normalize(s.delta_D, f.eps), alpha  # m_D, see extragradient
 
-# Three methods mix whole gradients instead: two backward passes, then (norm_R, norm_D, phi) -> weights (w_R, w_D).
+def gate_select(K, alpha_max):
+    """M3-Select [eq 12]: alpha_max where K_DR(n) >= 0, else 0. K [...] -> [...]. K = 0 counts as agreement, so tokens
+    with A = 0 (no reward signal at all) do listen to the teacher."""
+    return alpha_max * (K >= 0).float()
+
+def gate_soft(cos, alpha_max, beta):
+    """M3-Soft [eq 14]: alpha_max sigmoid(beta cos phi_n). beta 0: alpha_max/2; beta -> inf: Select, except at cos = 0."""
+    return alpha_max * torch.sigmoid(beta * cos)
+
+def m3_seed(s, f, alpha):
+    """Eq 11 per token: alpha_n delta_D^ + (1 - alpha_n) delta_R^, and alpha_n. s_bar follows in m3_step."""
+    if f.zero_advantage == "skip":
+        alpha = alpha * (s.advantages != 0)
+    return alpha[:, None] * normalize(s.delta_D, f.eps) + (1 - alpha[:, None]) * normalize(s.delta_R, f.eps), alpha
+
+# Three methods mix whole gradients: two backward passes, then (norm_R, norm_D, phi) -> weights (w_R, w_D).
 
 def gradnorm(norm_R, norm_D, phi):
-    """both gradients at the same length: (1, kappa) / (1 + kappa) of distillation and reward [M3 Prop. 5]"""
+    """both gradients at one length: weights kappa and 1 over 1 + kappa [M3 Prop. 5]"""
     # Written with the norms, so nothing divides by 0. No reward gradient: (1, 0), its partner shrinks too; none: 1/2 each.
     total = norm_R + norm_D
     return (norm_D / total, norm_R / total) if total > 0 else (0.5, 0.5)
 
 def pcgrad(norm_R, norm_D, phi):
     """under conflict each gradient loses its part along the other [M3 Prop. 19]"""
-    # g_R - (g_R.g_D / ||g_D||^2) g_D + g_D - (g_R.g_D / ||g_R||^2) g_R is still a combination of the two, so nothing
-    # is projected: each part shrinks by sqrt(1 - Phi^2), their ratio stays.
+    # g_R - (g_R.g_D / ||g_D||^2) g_D + g_D - (g_R.g_D / ||g_R||^2) g_R is still a combination of the two ORIGINAL ones,
+    # so nothing is projected: each part shrinks by sqrt(1 - Phi^2), their ratio stays.
     return (1.0, 1.0) if phi >= 0 else (1 - phi * norm_D / norm_R, 1 - phi * norm_R / norm_D)
 
 def minnorm(norm_R, norm_D, phi):
-    """the shortest combination alpha g_D + (1 - alpha) g_R, alpha in [0, 1] [M3 eq 111]"""
+    """the shortest alpha g_D + (1 - alpha) g_R, alpha in [0, 1] [M3 eq 111]"""
     apart = norm_R ** 2 + norm_D ** 2 - 2 * phi * norm_R * norm_D  # ||g_D - g_R||^2
     alpha = max(0.0, min(1.0, (norm_R ** 2 - phi * norm_R * norm_D) / apart)) if apart > 0 else 0.5
     return 1 - alpha, alpha
 
-def resynchronise(teacher_params, params, step):  # RLSD: the teacher is the student of the last multiple of 20 steps
+def resynchronise(teacher_params, params, step):  # RLSD's teacher: the student of the last multiple of 20 steps
     if step % 20 == 0:
         torch._foreach_copy_(teacher_params, params)
 
-def moving_average(teacher_params, params, step):  # SDPO: the teacher is an EMA of the student
+def moving_average(teacher_params, params, step):  # SDPO's teacher: an EMA of the student
     torch._foreach_lerp_(teacher_params, params, 0.05)
 
 class Method(NamedTuple):
-    """How one method of METHODS turns signals into an update."""
     seed: Callable | None = None  # (signals, settings) -> (seed, alpha): one backward pass; or
-    mix: Callable | None = None  # (norm_R, norm_D, phi) -> (w_R, w_D): two, of reward and distillation
+    mix: Callable | None = None  # (norm_R, norm_D, phi) -> (w_R, w_D): two, of the reward's and of the teacher's loss
     scaled: bool = False  # times s_bar [eq 11]
-    peek: bool = False  # M3-EG: the seed's gradient is the step to look ahead by
+    peek: bool = False  # M3-EG: what the seed gives is m_D
     move_teacher: Callable | None = None  # (teacher's parameters, student's, step), after each step
 
-# The one place where a method is registered.
+# The one place where a method is registered. The first line of its function is its line in `train.py --help`.
 METHODS = {
-    "grpo": Method(grpo),
-    "opd": Method(opd),
-    "hybrid": Method(hybrid),
-    "gradnorm": Method(mix=gradnorm),
-    "pcgrad": Method(mix=pcgrad),
-    "minnorm": Method(mix=minnorm),
-    "rlsd": Method(rlsd, move_teacher=resynchronise),
-    "sdpo": Method(sdpo, move_teacher=moving_average),
-    "m3-norm": Method(m3_norm, scaled=True),
-    "m3-select": Method(m3_select, scaled=True),
-    "m3-soft": Method(m3_soft, scaled=True),
-    "m3-random": Method(m3_random, scaled=True),
-    "m3-eg": Method(m3_eg, peek=True),
-}
-
-def rlsd_advantages(advantages, logp_T, logp_S, lam, clip=0.2):
-    """RLSD: A_n = A [(1 - lam) + lam clip(w, 1 - clip, 1 + clip)], w = (p_T(y)/p_S(y))^sign(A). All [T] -> [T].
-
-    The teacher scales the size of the reward's push, by at most lam*clip, and never touches its sign.
-    """
-    ratio = (advantages.sign() * (logp_T - logp_S)).exp()
-    return advantages * ((1 - lam) + lam * ratio.clamp(1 - clip, 1 + clip))
+    "grpo": Method(grpo), "opd": Method(opd), "hybrid": Method(hybrid),
+    "gradnorm": Method(mix=gradnorm), "pcgrad": Method(mix=pcgrad), "minnorm": Method(mix=minnorm),
+    "rlsd": Method(rlsd, move_teacher=resynchronise), "sdpo": Method(sdpo, move_teacher=moving_average),
+    "m3-norm": Method(m3_norm, scaled=True), "m3-select": Method(m3_select, scaled=True),
+    "m3-soft": Method(m3_soft, scaled=True), "m3-random": Method(m3_random, scaled=True),
+    "m3-eg": Method(m3_eg, peek=True)}
 
 def sdpo_siblings(rewards, group_size):
-    """SDPO: for each row the first OTHER row of its group with reward 1, or None. rewards [B] -> list of B."""
+    """SDPO: for each row the first OTHER row of its group with reward 1, or None. rewards: list of B -> list of B."""
     siblings = []
     for row in range(len(rewards)):
         first = row - row % group_size
@@ -742,68 +796,52 @@ def sdpo_residual(student_logits, teacher_logits, k=100):
         tail = log_p.masked_fill(inside, -math.inf).logsumexp(-1, keepdim=True)
         buckets.append(torch.cat([log_p.gather(-1, top), tail], -1))  # [..., k+1], sums to 1
     delta = distill_residual(*buckets, "jsd", 0.5)
-    tail_share = log_ps.exp().masked_fill(inside, 0.0)
-    tail_share = tail_share / tail_share.sum(-1, keepdim=True).clamp(min=1e-30)
-    return (tail_share * delta[..., -1:]).scatter_add(-1, top, delta[..., :-1])
+    share = log_ps.exp().masked_fill(inside, 0.0)
+    share = share / share.sum(-1, keepdim=True).clamp(min=1e-30)
+    return (share * delta[..., -1:]).scatter_add(-1, top, delta[..., :-1])
 
 # --- 7. The step: from a batch to the gradient that the optimizer is given -------------------------------------------
 
 class Batch(NamedTuple):
     """What was sampled and paid."""
     prompts: list  # B lists of ids: what the student read
-    hints: list  # B lists of ids: what the teacher reads instead; None where it has nothing to say
+    hints: list  # B lists of ids: what the teacher reads instead
     tokens: torch.Tensor  # [B, N] long, right-padded
     mask: torch.Tensor  # [B, N] bool
     advantages: torch.Tensor  # [B], see group_advantages
     weights: torch.Tensor  # [B, N], see token_weights
 
 class MicroBatch:
-    """Some rows of a batch on their way through student and teacher; their T real tokens laid out flat."""
-
+    """Some rows of a batch on their way through student and teacher; their T real tokens are laid out flat."""
     def __init__(self, student, teacher, batch, rows, settings, kdr, chunk, checkpointing):
-        length = int(batch.mask[rows].sum(1).max())
         self.student, self.teacher, self.settings, self.kdr, self.chunk = student, teacher, settings, kdr, chunk
+        self.prompts, self.hints = ([texts[b] for b in rows.tolist()] for texts in (batch.prompts, batch.hints))
+        length = int(batch.mask[rows].sum(1).max())  # nothing is run beyond the longest reply of these rows
         self.real, self.replies = batch.mask[rows, :length], batch.tokens[rows, :length]  # [b, n]
-        self.prompts = [batch.prompts[b] for b in rows.tolist()]
-        # A teacher with nothing to say reads what the student reads: its residuals are thrown away.
-        self.hints = [batch.hints[b] or batch.prompts[b] for b in rows.tolist()]
-        taught = torch.tensor([batch.hints[b] is not None for b in rows.tolist()], device=rows.device)
-
-        def flat(per_row):
-            return per_row[:, None].expand_as(self.real)[self.real]
-
-        self.row, self.taught, self.advantages = flat(rows), flat(taught), flat(batch.advantages[rows])  # [T]
-        self.weights, self.tokens = batch.weights[rows, :length][self.real], self.replies[self.real]  # [T]
+        self.tokens, self.weights = self.replies[self.real], batch.weights[rows, :length][self.real]  # [T]
+        self.row = rows[:, None].expand_as(self.real)[self.real]
+        self.advantages = batch.advantages[self.row]
         student[0].train(checkpointing)  # transformers checkpoints in training mode only; dropout is off all the same
         self.hidden = hidden_states(student[0], self.prompts, self.replies, share=not checkpointing)[self.real]  # [T, d]
         student[0].eval()
-        # Cut here: the seeds of all chunks add up in this leaf's gradients and then enter `hidden` at once.
+        # Cut here: the seeds of all chunks add up in this leaf's gradient and then enter `hidden` at once.
         self.leaf = self.hidden.detach().requires_grad_()
-        self.only = Signals(self, slice(None), settings) if len(self.tokens) <= chunk else None
-
+        self.only = Signals(self, slice(None)) if len(self.tokens) <= chunk else None
     @functools.cached_property
     def teacher_hidden(self):  # [T, d]: the same tokens; only what stands before them differs
         with torch.inference_mode(), lora_off(self.teacher[0]):
             return hidden_states(self.teacher[0], self.hints, self.replies)[self.real]
-
     @functools.cached_property
-    def conflict(self):  # K_DR(n), cos phi_n of all T tokens: [T], [T]
+    def conflict(self):  # K_DR(n), cos phi_n of all T tokens
         ids, attention, _ = join(self.prompts, self.replies, self.real)
         return self.kdr(ids, attention, self.real, ((s.delta_D, s.delta_R) for s in self.signals()))
-
     def signals(self):
         """Signals of one chunk of tokens after the other. Of several, none is kept: logits fill the memory."""
         if self.only is not None:
             yield self.only
             return
         for start in range(0, len(self.tokens), self.chunk):
-            yield Signals(self, slice(start, start + self.chunk), self.settings)
-
-def micro_batches(mask, size):
-    """Rows in parts of `size`, of like length; the longest first, so that memory runs out at once or never. 0: all."""
-    if size == 0:
-        return [torch.arange(len(mask), device=mask.device)]
-    return mask.sum(1).argsort(descending=True, stable=True).split(size)
+            yield Signals(self, slice(start, start + self.chunk))
 
 def accumulate(into, outputs, inputs, seed):
     """Add the vector-Jacobian product seed . d outputs / d inputs to the tensors `into`, one per input. outputs, seed: of
@@ -818,13 +856,16 @@ def backward(student, teacher, batch, seeds_of, params, settings=DEFAULTS, kdr=N
     """Gradients of a batch under any seeds, through shared prompts, micro-batches and chunks of tokens.
 
     student, teacher: (backbone, head), see split_head. seeds_of(signals) -> {name: seed [T, V]}; each is multiplied by
-    the tokens' weights. kdr(ids, attention, mask, residuals) -> K, cos: a kernel of ntk.py; None is isotropic_kernel.
+    the tokens' weights. kdr(ids, attention, mask, residuals) -> K, cos: ntk.kdr_flat with its model; None: isotropic.
     micro_batch: rows per pass, 0 is all. chunk: tokens whose logits exist at one time. Neither changes the result.
-    Returns {name: [float32 tensor per parameter]}. Only d numbers a token, not V, live through the backward pass.
+    Returns {name: [float32 tensor per parameter]}. Of a token, d numbers and not V wait for the backward pass.
     """
     gradients = collections.defaultdict(lambda: [torch.zeros_like(p, dtype=torch.float32) for p in params])
-    for rows in micro_batches(batch.mask, micro_batch):
-        micro = MicroBatch(student, teacher, batch, rows, settings, kdr, chunk, checkpointing)
+    rows = torch.arange(len(batch.mask), device=batch.mask.device)
+    if micro_batch:  # rows of like length together; the longest first, so that memory runs out at once or never
+        rows = batch.mask.sum(1).argsort(descending=True, stable=True)
+    for part in rows.split(micro_batch or len(rows)):
+        micro = MicroBatch(student, teacher, batch, part, settings, kdr, chunk, checkpointing)
         leaf_grads = collections.defaultdict(functools.partial(torch.zeros_like, micro.leaf))
         for signals in micro.signals():
             for name, seed in seeds_of(signals).items():
@@ -840,25 +881,21 @@ def geometry(g_R, g_D):
     kappa and phi are None where there is no reward gradient; kappa is inf and phi 0 where only g_D is 0. <g_R, g_D> N^2
     is the sum over all pairs of positions [eq 7]; sum_n K_DR(n) is its diagonal part [eq 72].
     """
-    pairs = list(zip(g_R, g_D, strict=True))
-    return ratios(sum(dot(r, d) for r, d in pairs), sum(dot(d, d) for _, d in pairs), sum(dot(r, r) for r, _ in pairs))
+    def inner(one, other):
+        pairs = ((a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None)
+        return sum(float(a.flatten().float() @ b.flatten().float()) for a, b in pairs)
 
-def dot(a, b):
-    return 0.0 if a is None or b is None else float(a.flatten().float() @ b.flatten().float())
-
-def ratios(DR, DD, RR):
-    """geometry of <g_D, g_R>, ||g_D||^2, ||g_R||^2."""
-    norm_R, norm_D = RR ** 0.5, DD ** 0.5
-    if norm_R == 0:
-        return dict(norm_R=norm_R, norm_D=norm_D, kappa=None, phi=None)
-    kappa = norm_R / norm_D if norm_D else math.inf
-    phi = max(-1.0, min(1.0, DR / norm_R / norm_D)) if norm_D else 0.0
+    norm_R, norm_D = inner(g_R, g_R) ** 0.5, inner(g_D, g_D) ** 0.5
+    kappa = phi = None
+    if norm_R:
+        kappa = norm_R / norm_D if norm_D else math.inf
+        phi = max(-1.0, min(1.0, inner(g_R, g_D) / norm_R / norm_D)) if norm_D else 0.0
     return dict(norm_R=norm_R, norm_D=norm_D, kappa=kappa, phi=phi)
 
 def update_scale(norms, advantages, s_bar, add_up):
     """s_bar: EMA (0.9) of the mean ||delta_R|| over tokens with A != 0; norms and advantages [T]."""
     live = advantages != 0
-    total = torch.stack([norms[live].sum(), live.sum().to(norms.dtype)])
+    total = torch.stack([norms[live].sum(), live.sum().to(norms)])
     add_up([total])
     if total[1] == 0 or not total.isfinite().all():
         return s_bar
@@ -866,7 +903,7 @@ def update_scale(norms, advantages, s_bar, add_up):
     return now if s_bar is None else 0.9 * s_bar + 0.1 * now
 
 def extragradient(params, m_D, eta_in, gradient_at):
-    """M3-EG: gradient_at() at theta~ = theta - eta_in m_D [eq 15]; params come back bit for bit, nothing is
+    """M3-EG: gradient_at() where theta~ = theta - eta_in m_D [eq 15]; params come back bit for bit. Nothing is
     differentiated through the inner step."""
     home = [p.detach().clone() for p in params]
     with torch.no_grad():
@@ -878,15 +915,14 @@ def extragradient(params, m_D, eta_in, gradient_at):
             torch._foreach_copy_(params, home)
 
 class Step(NamedTuple):
-    """What m3_step returns."""
     update: list  # the gradient that the optimizer descends: float32, one tensor per parameter
     seen: dict  # what a log needs of every token: name -> [T], see Signals.columns
-    geometry: dict | None  # norm_R, norm_D, kappa, phi where they were asked for
+    geometry: dict | None  # norm_R, norm_D, kappa, phi, where they were computed
     s_bar: float | None  # for the next step
 
 def m3_step(student, teacher, batch, method, params, settings=DEFAULTS, s_bar=None, kdr=None, statistics=False,
             look=False, add_up=lambda tensors: None, **memory):
-    """One step of any method of METHODS: signals, conflicts, seeds, gradients, and how they are combined [eq 11].
+    """One step of any method: signals, conflicts, seeds [eq 11], gradients, and how they are combined -> Step.
 
     s_bar: of the step before. statistics: kappa and Phi for a log, two more backward passes. look: K_DR for a log, also
     where no gate asks. add_up(tensors): replaces each by its sum over processes. kdr and memory: see backward.
@@ -904,6 +940,9 @@ def m3_step(student, teacher, batch, method, params, settings=DEFAULTS, s_bar=No
             seen[name].append(column)
         return seeds
 
+    def reward_alone(signals):
+        return {"update": normalize(signals.delta_R, settings.eps)}
+
     def gradients_of(seeds_of):
         gradients = backward(student, teacher, batch, seeds_of, params, settings, kdr, **memory)
         for tensors in gradients.values():
@@ -911,19 +950,18 @@ def m3_step(student, teacher, batch, method, params, settings=DEFAULTS, s_bar=No
         return gradients
 
     gradients = gradients_of(seeds_of)
-    seen = {name: torch.cat(columns) for name, columns in seen.items()}
-    if chosen.peek:
-        m_D, reward = gradients["update"], lambda signals: {"update": normalize(signals.delta_R, settings.eps)}
-        gradients["update"] = extragradient(params, m_D, settings.eta_in, lambda: gradients_of(reward)["update"])
+    columns = {name: torch.cat(parts) for name, parts in seen.items()}
     shape = geometry(gradients["R"], gradients["D"]) if "R" in gradients else None
+    if chosen.peek:
+        gradients |= extragradient(params, gradients["update"], settings.eta_in, lambda: gradients_of(reward_alone))
     if chosen.mix:
         w_R, w_D = chosen.mix(shape["norm_R"], shape["norm_D"], shape["phi"] or 0.0)
         gradients["update"] = [w_R * g_R + w_D * g_D for g_R, g_D in zip(gradients["R"], gradients["D"])]
-        seen["alpha"].fill_(w_D / (w_R + w_D))
+        columns["alpha"].fill_(w_D / (w_R + w_D))
     if chosen.scaled:
-        s_bar = update_scale(seen["norm_R"], seen["advantage"], s_bar, add_up)
+        s_bar = update_scale(columns["norm_R"], columns["advantage"], s_bar, add_up)
         torch._foreach_mul_(gradients["update"], s_bar or 1.0)
-    return Step(gradients["update"], seen, shape, s_bar)
+    return Step(gradients["update"], columns, shape, s_bar)
 
 # --- 8. LoRA: few trainable weights, and a frozen teacher for free ---------------------------------------------------
 
@@ -968,11 +1006,14 @@ def lora_share(model):
 @contextlib.contextmanager
 def lora_off(model):
     """Inside, the model is the frozen base to the bit: the privileged teacher, without a second copy."""
-    switch = lambda on: [setattr(layer, "on", on) for layer in model.modules() if isinstance(layer, LoRA)]
+    layers = [layer for layer in model.modules() if isinstance(layer, LoRA)]
+    for layer in layers:
+        layer.on = False
     try:
-        yield switch(False)
+        yield
     finally:
-        switch(True)
+        for layer in layers:
+            layer.on = True
 
 def lora_state(model):  # model.load_state_dict(it, strict=False) puts it back
     return {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}

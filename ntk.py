@@ -281,11 +281,13 @@ def distillation_hurt(phi, kappa, alpha):
     """True if a small naive Hybrid step raises L_D: phi < -alpha/((1-alpha) kappa) [M3 3.4], without division."""
     return alpha + (1 - alpha) * kappa * phi < 0
 
-def conflict_share(K, cos, mask, deadband=1e-3):
+def conflict_share(K, cos, mask, rewarded, deadband=1e-3):
     """C_NTK over ALL tokens of mask [B,N]: dict(conflict: share with K < 0, conflict_deadband: with cos < -deadband).
     Tokens with a zero residual (A = 0, clipped) have K = 0: no conflict, though counted below the line. No token: 0."""
     mask, total = mask.bool(), max(int(mask.sum()), 1)
-    return dict(conflict=int((K < 0)[mask].sum()) / total, conflict_deadband=int((cos < -deadband)[mask].sum()) / total)
+    paid = mask & rewarded
+    return dict(conflict=int((K < 0)[mask].sum()) / total, conflict_deadband=int((cos < -deadband)[mask].sum()) / total,
+                conflict_rewarded=int((K < 0)[paid].sum()) / int(paid.sum()) if paid.any() else None)
 
 def gradient_folding(grads):
     """gamma = 1 - ||sum g_i||^2 / (G sum ||g_i||^2) [M3 eq 17]: 0 if all G responses pull alike (or not at all), 1 if

@@ -377,6 +377,156 @@ def test_masked_positions_have_no_effect():
     assert torch.equal(a, b)
 
 
+# --- the step --------------------------------------------------------------------------------------------------------
+
+
+def step_batch(model, G=3, seed=5):
+    """Sampled replies to PROMPTS, paid at random so that every group has a reward signal; the teacher reads two more ids."""
+    tokens, mask, _ = responses(model, G)
+    rewards = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 1, 0])
+    hints = each([prompt + [6, 2] for prompt in PROMPTS], G)
+    return m3.Batch(each(PROMPTS, G), hints, tokens, mask, m3.group_advantages(rewards, G), m3.token_weights(mask, len(mask)))
+
+
+def plain_signals(model, teacher, batch, row):
+    """Of one response, by a full forward pass in float64: logits with a graph, the teacher's, both normalised residuals."""
+    n = int(batch.mask[row].sum())
+    reply = batch.tokens[row, :n]
+    z, z_T = (net(torch.tensor([list(prompt) + reply.tolist()])).logits[0, -n - 1:-1]
+              for net, prompt in ((model, batch.prompts[row]), (teacher, batch.hints[row])))
+    p_S, p_T = z.detach().softmax(-1), z_T.detach().softmax(-1)
+    delta_R = -batch.advantages[row].double() * (F.one_hot(reply, z.shape[-1]) - p_S)
+    return z, p_S - p_T, delta_R
+
+
+def unit(delta, eps=0.1):
+    return delta / (delta.norm(dim=-1, keepdim=True) + eps)
+
+
+def plain_update(model, teacher, batch, seed_of):
+    """Sum over responses of (1/N) J seed / B by plain autograd. seed_of(delta_D, delta_R) -> [n, V]."""
+    total = 0.0
+    for row in range(len(batch.tokens)):
+        z, delta_D, delta_R = plain_signals(model, teacher, batch, row)
+        total = total + (z * seed_of(delta_D, delta_R)).sum() / len(z) / len(batch.tokens)
+    return torch.autograd.grad(total, list(model.parameters()))
+
+
+def select(delta_D, delta_R, alpha_max=0.4):
+    return alpha_max * ((delta_D * delta_R).sum(-1, keepdim=True) >= 0)
+
+
+@pytest.mark.parametrize("memory", [{}, {"micro_batch": 4, "chunk": 5}])
+def test_m3_select_step_equals_a_plain_one(memory):
+    model, teacher = tiny(dtype=torch.float64), tiny(seed=1, dtype=torch.float64)
+    batch = step_batch(model)
+    want = plain_update(model, teacher, batch, lambda D, R: select(D, R) * unit(D) + (1 - select(D, R)) * unit(R))
+    got = m3.m3_step(m3.split_head(model), m3.split_head(teacher), batch, "m3-select", list(model.parameters()),
+                     m3.Settings(alpha_max=0.4), **memory)
+    norms = [plain_signals(model, teacher, batch, row)[2].norm(dim=-1) for row in range(len(batch.tokens))]
+    assert got.s_bar == pytest.approx(torch.cat(norms).mean().item(), rel=1e-5)
+    for ours, theirs in zip(got.update, want):
+        torch.testing.assert_close(ours, (got.s_bar * theirs).float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("gate", ["select", "soft"])
+def test_eg_step_equals_a_plain_one_and_peeks_in_the_teachers_direction(gate):
+    """eq 15: theta~ = theta - eta m_D, the reward's gradient there, no s_bar; with + the result is another."""
+    model, teacher = tiny(dtype=torch.float64), tiny(seed=1, dtype=torch.float64)
+    batch, eta, params = step_batch(model), 0.5, list(model.parameters())
+    before = [p.detach().clone() for p in params]
+
+    def m_D_seed(delta_D, delta_R):
+        cos = F.cosine_similarity(delta_D, delta_R, dim=-1)[:, None]
+        return (select(delta_D, delta_R) if gate == "select" else 0.4 * torch.sigmoid(3 * cos)) * unit(delta_D)
+
+    m_D = plain_update(model, teacher, batch, m_D_seed)
+    there = {}
+    for sign in (-1, 1):
+        with torch.no_grad():
+            torch._foreach_copy_(params, [p + sign * eta * g for p, g in zip(before, m_D)])
+        there[sign] = plain_update(model, teacher, batch, lambda D, R: unit(R))
+    with torch.no_grad():
+        torch._foreach_copy_(params, before)
+    settings = m3.Settings(alpha_max=0.4, beta=3.0, eta_in=eta, eg_gate=gate)
+    got = m3.m3_step(m3.split_head(model), m3.split_head(teacher), batch, "m3-eg", params, settings)
+    assert got.s_bar is None and all(torch.equal(p, q) for p, q in zip(params, before))
+    far = sum((ours - other).norm() for ours, other in zip(got.update, there[1]))
+    near = sum((ours - theirs).norm() for ours, theirs in zip(got.update, there[-1]))
+    assert near < 1e-4 < 0.01 < far
+
+
+def test_rkl_topk_residual_holds_its_weights_fixed():
+    """[VLS App. E, H.2]: descending -sum_v sg(-q_v r_v) log p_S(v). Exactly 0 where student and teacher agree."""
+    z_S, z_T = logits64(7, 40, seed=1).requires_grad_(), logits64(7, 40, seed=2)
+    log_S, log_T = z_S.log_softmax(-1), z_T.log_softmax(-1)
+    top = log_S.detach().topk(16).indices
+    q, r = log_S.detach().gather(-1, top).softmax(-1), (log_S.detach() - log_T).gather(-1, top)
+    loss = -(-(q * r) * log_S.gather(-1, top)).sum()
+    want, = torch.autograd.grad(loss, z_S)
+    torch.testing.assert_close(m3.distill_residual(z_S.detach(), z_T, "rkl-topk"), want)
+    assert not m3.distill_residual(z_T, z_T, "rkl-topk").any()
+
+
+def test_kappa_knows_only_steps_with_a_reward_signal(world, monkeypatch):
+    assert m3.geometry([torch.zeros(2)], [torch.ones(2)]) == dict(norm_R=0.0, norm_D=2 ** 0.5, kappa=None, phi=None)
+    replies = iter([0, 1] * 8 + [1] * 16 + [0, 1] * 8)  # the second of three steps has no reward signal
+    monkeypatch.setattr(train, "evaluate", lambda *args: (0.0, []))
+    monkeypatch.setattr(m3, "verify", lambda text, gold, kind: next(replies))
+    log = run(world, "--method", "hybrid", "--out", "kappa")[1:]
+    alive = [log[0]["kappa"], log[2]["kappa"]]
+    assert log[1]["kappa"] is log[1]["phi"] is log[1]["conflict_rewarded"] is None and min(alive) > 0
+    summary = json.loads((world / "kappa/summary.json").read_text())
+    assert summary["kappa_mean"] == pytest.approx(sum(alive) / 2)
+
+
+def test_a_method_from_outside_is_one_entry(world, rewarded, monkeypatch):
+    """A gate that listens to the teacher on conflict alone: not wise, but one function and one line."""
+
+    def contrary(s, f):
+        K, _ = s.conflict
+        return m3.m3_seed(s, f, f.alpha_max * (K < 0).float())
+
+    monkeypatch.setitem(m3.METHODS, "contrary", m3.Method(contrary, scaled=True))
+    ours = run(world, "--method", "contrary", "--out", "contrary")
+    select = run(world, "--method", "m3-select", "--out", "contrary-not")
+    assert ours[1]["conflict"] == select[1]["conflict"] > 0  # the same first batch
+    assert ours[1]["alpha_eff"] == pytest.approx(0.15 * ours[1]["conflict"])
+    assert select[1]["alpha_eff"] == pytest.approx(0.15 * (1 - ours[1]["conflict"]))
+    with pytest.raises(KeyError):
+        m3.m3_step((), (), None, "m3-sleect", [])
+
+
+def test_random_gate_closes_as_many_tokens_as_select(world, rewarded):
+    both = [run(world, "--method", method, "--out", f"gate-{method}")[1] for method in ("m3-select", "m3-random")]
+    assert both[0]["alpha_eff"] == pytest.approx(both[1]["alpha_eff"]) and both[0]["conflict"] > 0
+    assert both[0]["grad_norm"] != both[1]["grad_norm"]
+
+
+def readme_script():
+    """The README's trainer without train.py, from its first import to its end."""
+    blocks = (HERE / "README.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    return next(block.split("```")[0] for block in blocks if "m3.m3_step(" in block)
+
+
+def test_readme_script_agrees_with_the_program(world, rewarded, monkeypatch):
+    script = readme_script()
+    assert len([line for line in script.splitlines() if line.strip()]) <= 40
+    assert not any("train" in line for line in script.splitlines() if "import" in line)
+    rows = [row | {"kind": "toy"} for row in train.toy_rows(4096, 0)]
+    model = str(world / train.toy_path())
+    for name, value in dict(MODEL=repr(model), ROWS="rows", STEPS="3").items():
+        line = next(line for line in script.splitlines() if line.startswith(f"{name} = "))
+        script = script.replace(line, f"{name} = {value}")
+    shown = []
+    exec(script, {"rows": rows, "print": lambda *values: shown.append(values)})
+    log = run(world, "--prompts-per-step", "8", "--group-size", "8", "--max-new-tokens", "24", "--kernel", "local",
+              "--micro-batch", "16", "--vocab-chunk", "256", "--out", "script")[1:]
+    for (step, reward, norm), line in zip(shown, log, strict=True):
+        assert step == line["step"] and reward == pytest.approx(line["reward"], abs=1e-6)
+        assert norm == pytest.approx(line["grad_norm"], rel=1e-6)
+
+
 # --- the program ---------------------------------------------------------------------------------------------------------------
 
 
@@ -778,6 +928,255 @@ CASES = [  # kind, completion, gold, reward, why; most come in pairs, a right an
     ("arc", "1. Ice melts.\n2. Steam rises.\nC", "C", 1, "numbered lines are no labels beside letters"),
     ("arc", "The answer is (2).", "2", 1, "digit label"),
     ("arc", "", "", 0, "empty gold"),
+    # #### as a heading, and a later, clearer mark (18)
+    ("gsm8k", "#### Step 1\n7 * 2 = 14\n#### Step 2: double\n14 * 2 = 28\n\nThe answer is 28.",
+     "28", 1, "a heading is no mark"),
+    ("gsm8k", "#### Step 1\n7 * 2 = 14\n#### Step 2: double\n14 * 2 = 28\n\nThe answer is 28.",
+     "2", 0, "a heading is no mark"),
+    ("gsm8k", "#### Step 1\n7 * 2 = 14\n#### Step 2: double\n14 * 2 = 28\n\n\\boxed{28}",
+     "28", 1, "a heading is no mark"),
+    ("gsm8k", "#### Step 1:\n7 * 2 = 14\n#### Step 2:\n14 * 2 = 28", "28", 1, "a heading is no mark"),
+    ("gsm8k", "#### Step 1:\n7 * 2 = 14\n#### Step 2:\n14 * 2 = 28", "2", 0, "a heading is no mark"),
+    ("gsm8k", "#### 28\n\n#### Check", "28", 1, "a heading is no mark"),
+    ("gsm8k", "#### 28\n\n#### Check\n14 * 2 = 28, correct.", "28", 1, "a heading is no mark"),
+    ("gsm8k", "#### 28\n\n#### Check\nThe answer is correct.", "28", 1, "a heading is no mark"),
+    ("gsm8k", "#### 1\n7 * 2 = 14\n#### 2\n14 * 2 = 28\n\nThe answer is 28.",
+     "28", 1, "a heading is no mark"),
+    ("gsm8k", "#### 1\n7 * 2 = 14\n#### 2\n14 * 2 = 28\n\nThe answer is 28.", "2", 0, "a heading is no mark"),
+    ("gsm8k", "#### 1\n7 * 2 = 14\n#### 2\n14 * 2 = 28", "2", 0, "a heading is no mark"),
+    ("gsm8k", "#### 1. Start\n7*2=14\n#### 2. Double\n14*2=28\n#### 3. Answer\n28",
+     "28", 1, "a heading is no mark"),
+    ("gsm8k", "#### 1. Start\n7*2=14\n#### 2. Double", "2", 0, "a heading is no mark"),
+    ("gsm8k", "#### 2) Double", "2", 0, "a heading is no mark"),
+    ("gsm8k", "#### Step 2", "2", 0, "a heading is no mark"),
+    ("gsm8k", "7*2=14\n## Step 2", "2", 0, "a heading is no mark"),
+    ("gsm8k", "7*2=14\n**Step 2:**", "2", 0, "a heading is no mark"),
+    ("gsm8k", "7*2=14\nStep 2", "2", 0, "a heading is no mark"),
+    ("gsm8k", "#### Solution\n2*14=28\n#### Final Answer\n28", "28", 1, "a heading is no mark"),
+    ("gsm8k", "#### Solution\n2*14=28\n#### Final Answer\n\\boxed{28}", "28", 1, "a heading is no mark"),
+    ("gsm8k", "#### Solution\n2*14=28\n#### Final Answer: 28", "28", 1, "a heading is no mark"),
+    ("gsm8k", "#### Final Answer: 28\n#### Explanation\n2*14=28", "28", 1, "a heading is no mark"),
+    ("gsm8k", "#### 14\n\n#### Step 2\n14*2 = 28", "14", 0, "a heading is no mark"),
+    ("gsm8k", "The answer is 14.\n#### Step 2\n14*2", "14", 0, "a heading is no mark"),
+    ("gsm8k", "#### 2.4 million", "2400000", 1, "a heading is no mark"),
+    ("gsm8k", "#### 2.4 million", "2.4", 0, "a heading is no mark"),
+    ("gsm8k", "#### 2.4M", "2400000", 1, "a heading is no mark"),
+    ("gsm8k", "#### 2.4-million", "2400000", 1, "a heading is no mark"),
+    ("gsm8k", "#### 2.4 million and 3 thousand", "2400000", 0, "a heading is no mark"),
+    ("gsm8k", "#### 2.4 (in millions)", "2.4", 0, "a heading is no mark"),
+    ("gsm8k", "#### 2.4 (million)", "2400000", 1, "a heading is no mark"),
+    ("gsm8k", "#### 4.5 × 10^3", "4500", 1, "a heading is no mark"),
+    ("gsm8k", "#### 4.5 × 10³", "4500", 1, "a heading is no mark"),
+    ("gsm8k", "#### 4.5 x 10^3", "4500", 1, "a heading is no mark"),
+    # words and letters of size (19)
+    ("gsm8k", "#### $18K per year", "18000", 1, "the size belongs to the number"),
+    ("gsm8k", "#### 18 thousand dollars", "18000", 1, "the size belongs to the number"),
+    ("gsm8k", "#### $2.4m", "2.4", 0, "the size belongs to the number"),
+    ("gsm8k", "#### $2.4m", "2400000", 1, "the size belongs to the number"),
+    ("gsm8k", "#### 18m", "18", 1, "the size belongs to the number"),
+    ("gsm8k", "#### 3 hundred", "300", 1, "the size belongs to the number"),
+    ("gsm8k", "The answer is 2 billion people.", "2000000000", 1, "the size belongs to the number"),
+    ("gsm8k", "The answer is 2 billion people.", "2", 0, "the size belongs to the number"),
+    ("gsm8k", "So the city has 2.4 million inhabitants.", "2400000", 1, "the size belongs to the number"),
+    ("gsm8k", "So the city has 2.4 million inhabitants.", "2.4", 0, "the size belongs to the number"),
+    ("gsm8k", "\\boxed{2.4\\text{ million}}", "2400000", 1, "the size belongs to the number"),
+    ("gsm8k", "\\boxed{2.4 \\text{ million}}", "2.4", 0, "the size belongs to the number"),
+    ("math", "\\boxed{2.4\\text{ million}}", "2400000", 1, "the size belongs to the number"),
+    ("math", "\\boxed{2.4\\text{ million}}", "2.4", 0, "the size belongs to the number"),
+    ("math", "\\boxed{2.4\\text{ million dollars}}", "2400000", 1, "the size belongs to the number"),
+    ("math", "\\boxed{2.4\\text{ million dollars}}", "2.4", 0, "the size belongs to the number"),
+    ("math", "\\boxed{2.4}", "2.4\\text{ million}", 0, "the size belongs to the number"),
+    ("math", "\\boxed{18k}", "18000", 0, "the size belongs to the number"),
+    ("math", "\\boxed{2k}", "2k", 1, "the size belongs to the number"),
+    ("math", "\\boxed{\\frac{1}{2}\\text{ million}}", "500000", 1, "the size belongs to the number"),
+    ("gsm8k", "#### ½ million", "500000", 1, "the size belongs to the number"),
+    ("gsm8k", "#### 5 hundredths", "5", 0, "the size belongs to the number"),
+    ("gsm8k", "The answer in millions is 2.4", "2.4", 0, "the size belongs to the number"),
+    ("gsm8k", "#### 12 dozen", "12", 1, "the size belongs to the number"),
+    ("gsm8k", "So it costs $1.5 million.", "1500000", 1, "the size belongs to the number"),
+    ("gsm8k", "#### 18 million", "18", 0, "the size belongs to the number"),
+    ("gsm8k", "#### 18million", "18000000", 1, "the size belongs to the number"),
+    ("gsm8k", "#### 1,200 thousand", "1200000", 1, "the size belongs to the number"),
+    ("gsm8k", "#### 18 Thousand", "18000", 1, "the size belongs to the number"),
+    ("gsm8k", "#### 18 thousands", "18000", 1, "the size belongs to the number"),
+    ("gsm8k", "The answer is 18k dollars", "18000", 1, "the size belongs to the number"),
+    ("gsm8k", "So she earns $18k.", "18000", 1, "the size belongs to the number"),
+    ("gsm8k", "So she earns $18k a year.", "18", 0, "the size belongs to the number"),
+    ("gsm8k", "#### 2 hundred thousand", "2", 0, "the size belongs to the number"),
+    # signs around a number (20)
+    ("gsm8k", "#### 18k", "18000", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 18k", "18", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 18 k", "18", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 5²", "25", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 5²", "5", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 3½", "3.5", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 3½", "3", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 3 ½ hours", "3.5", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### ½", "0.5", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### -½", "-0.5", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### ≥ 18", "18", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### ≤18", "18", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### > 18", "18", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "x >= 18", "18", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### <18", "18", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "The answer is x ≥ 18.", "18", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 18+", "18", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 18 or more", "18", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### more than 18", "18", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 10³", "1000", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 10³", "10", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 2^10", "1024", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 10^-2", "0.01", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 10⁻²", "0.01", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 5^2^2", "25", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### (-5)^2", "-5", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 3 and a half", "3", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 3 and a half hours", "3.5", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 3 and a third", "3", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 18 m²", "18", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 18 cm^2", "18", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### √18", "18", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 2√3", "2", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 5π", "5", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### negative 5", "5", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### half of 18", "18", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 5 * (2 + 1)", "5", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 5(3)", "5", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "#### 5x", "5", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "Final answer: 28 (or 29)", "28", 0, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "She has <<2*14=28>>28 eggs.", "28", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "2*14=<<2*14=28>>28", "28", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "The answer is <b>28</b>.", "28", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "The answer is *28*.", "28", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "The answer is `28`.", "28", 1, "powers, fractions, bounds, pieces"),
+    ("gsm8k", "The answer is _28_.", "28", 1, "powers, fractions, bounds, pieces"),
+    # spellings of LaTeX (21)
+    ("gsm8k", "#### \\geq 18", "18", 0, "one thing, several spellings"),
+    ("gsm8k", "\\boxed {18}", "18", 1, "one thing, several spellings"),
+    ("math", "\\boxed {18}", "18", 1, "one thing, several spellings"),
+    ("math", "\\boxed\n{18}", "18", 1, "one thing, several spellings"),
+    ("math", "\\fbox{18}", "18", 1, "one thing, several spellings"),
+    ("math", "\\boxed{x \\le 5}", "x \\leq 5", 1, "one thing, several spellings"),
+    ("math", "\\boxed{x ≤ 5}", "x\\leqslant 5", 1, "one thing, several spellings"),
+    ("math", "\\boxed{x \\ge 5}", "x \\leq 5", 0, "one thing, several spellings"),
+    ("math", "\\boxed{x \\neq 5}", "x\\ne5", 1, "one thing, several spellings"),
+    ("math", "\\boxed{x \\ge 5}", "5", 0, "one thing, several spellings"),
+    ("math", "\\boxed{≥ 5}", "5", 0, "one thing, several spellings"),
+    ("math", "\\boxed{\\log_{2} 3}", "\\log_23", 1, "one thing, several spellings"),
+    ("math", "\\boxed{\\log_2 3}", "\\log_{2}3", 1, "one thing, several spellings"),
+    ("math", "\\boxed{\\log_2 3}", "\\log_{23}", 0, "one thing, several spellings"),
+    ("math", "\\boxed{\\log_3 2}", "\\log_2 3", 0, "one thing, several spellings"),
+    ("math", "\\boxed{\\displaystyle\\frac{1}{2}}", "\\frac12", 1, "one thing, several spellings"),
+    ("math", "\\boxed{\\cfrac{1}{2}}", "0.5", 1, "one thing, several spellings"),
+    ("math", "\\boxed{1, 2, \\dots, 9}", "1,2,\\ldots,9", 1, "one thing, several spellings"),
+    ("math", "\\boxed{1+2+\\cdots+9}", "1+2+…+9", 1, "one thing, several spellings"),
+    ("math", "\\boxed{3½}", "3.5", 1, "one thing, several spellings"),
+    ("math", "\\boxed{2^{10}}", "1024", 1, "one thing, several spellings"),
+    ("math", "\\boxed{5²}", "5", 0, "one thing, several spellings"),
+    ("math", "\\boxed{x²}", "x^2", 1, "one thing, several spellings"),
+    ("math", "\\boxed{x^{12}}", "x¹²", 1, "one thing, several spellings"),
+    ("math", "\\boxed{3\\times 4}", "3\\cdot4", 1, "one thing, several spellings"),
+    ("math", "\\boxed{\\frac{ 1 }{ 2 }}", "\\frac12", 1, "one thing, several spellings"),
+    ("math", "\\boxed{\\bigl(1, 2\\bigr)}", "(1,2)", 1, "one thing, several spellings"),
+    ("math", "\\boxed{\\dbinom{5}{2}}", "\\binom{5}{2}", 1, "one thing, several spellings"),
+    ("math", "\\boxed{-\\infty}", "−∞", 1, "one thing, several spellings"),
+    ("math", "\\boxed{\\frac{x}{2}}", "\\frac{x}{2}", 1, "one thing, several spellings"),
+    ("math", "\\boxed{(-\\infty, 2]}", "(-\\infty,2]", 1, "one thing, several spellings"),
+    ("gsm8k", "#### $x \\geq 18$", "18", 0, "one thing, several spellings"),
+    ("gsm8k", "\\boxed{x \\ge 18}", "18", 0, "one thing, several spellings"),
+    ("gsm8k", "\\boxed{\\ge 18}", "18", 0, "one thing, several spellings"),
+    # an option chosen in other words (35)
+    ("arc", "I choose D.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "Option D is correct.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "The correct option is D.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "The answer is therefore D.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "Therefore, D.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "I would pick (D).", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "So D.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "So, D", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "I'd go with D", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "Hence (D).", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "It is D.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "Thus, the correct choice is (D).", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "So it must be D.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "So it's D.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "D is correct.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "(D) is the correct answer.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "I think D is correct.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "D is the answer.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "The best option is D: the sun.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "Option D.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "Option D", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "My choice is D.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "The correct letter is d.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "The answer, therefore, is D.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "The correct answer is option D.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "The answer must be D.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "I select option D because it melts.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "**Option D** is correct.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "So the answer would be D.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "Therefore, option D is correct.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "Only option D is correct.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "Therefore, the answer is D", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "not D", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "It is not (D).", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "It is not D.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "A or D", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "So A or D.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "I choose A or D.", "A", 0, "chosen, or denied and undecided"),
+    ("arc", "I choose A or D.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "Option D is not correct.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "Option D is incorrect.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "Neither option A nor option D is correct.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "A or D is correct.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "Both A and D are correct.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "Option A or option D is correct.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "I would not pick D.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "I don't think option D is correct.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "I don't think the answer is D.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "I don't think it is D.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "(D) is wrong.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "D) is wrong.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "It can't be (D).", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "So A is heavier than B.", "A", 0, "chosen, or denied and undecided"),
+    ("arc", "Vitamin D is the answer to weak bones.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "The wrong option is D.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "I choose a", "A", 0, "chosen, or denied and undecided"),
+    ("arc", "It is a", "A", 0, "chosen, or denied and undecided"),
+    ("arc", "The correct option is not D.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "Therefore, not D.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "I choose D over (A).", "A", 0, "chosen, or denied and undecided"),
+    ("arc", "#### A closer look\nIce floats.\nThe answer is D.", "A", 0, "chosen, or denied and undecided"),
+    ("arc", "Therefore, A, B and D.", "A", 0, "chosen, or denied and undecided"),
+    ("arc", "Is it D?", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "So D?", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "It is (C), not (D).", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "The answer is either B or D.", "B", 0, "chosen, or denied and undecided"),
+    ("arc", "The answer is neither B nor D.", "B", 0, "chosen, or denied and undecided"),
+    ("arc", "I would choose B if it were colder, but D is correct.",
+     "B", 0, "chosen, or denied and undecided"),
+    ("arc", "I cannot choose D.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "I did not choose D.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "I don't choose D.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "I would never pick D.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "I choose not D.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "I choose neither A nor D.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "So not D.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "(A) is wrong, (B) is wrong, (C) is right.", "C", 1, "chosen, or denied and undecided"),
+    ("arc", "The answer is D and not A.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "The answer is D rather than A.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "The answer is D is wrong.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "Grade A is the best choice.", "A", 0, "chosen, or denied and undecided"),
+    ("arc", "Hepatitis B is the answer.", "B", 0, "chosen, or denied and undecided"),
+    # a statement in doubt
+    ("gsm8k", "I don't think the answer is 8.", "8", 0, "doubt is no statement"),
+    ("gsm8k", "The answer is 8? Let me see.", "8", 0, "doubt is no statement"),
+    ("gsm8k", "The answer is 28, I don't think so.", "30", 0, "doubt is no statement"),
+    ("gsm8k", "It's not true that the answer is 8.", "8", 0, "doubt is no statement"),
+    ("gsm8k", "The answer is definitely 28.", "28", 1, "doubt is no statement"),
+    ("gsm8k", "The answer is clearly not 8.", "8", 0, "doubt is no statement"),
+    ("gsm8k", "Is the answer 8?", "8", 0, "doubt is no statement"),
+    ("gsm8k", "I am not sure the answer is 8.", "8", 0, "doubt is no statement"),
 ]
 
 

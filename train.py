@@ -16,8 +16,8 @@ whose mathematics lives in m3.py and whose statistics live in ntk.py. Departures
      the clip and the moments' memory.
 """
 
-import argparse, concurrent.futures, contextlib, copy, csv, functools, hashlib, inspect, io, json, math, os, pathlib, random
-import itertools, re, shutil, signal, subprocess, sys, tempfile, time, zlib
+import argparse, base64, concurrent.futures, contextlib, copy, csv, functools, hashlib, html, inspect, io, json, math, os, pathlib, random
+import itertools, re, shutil, signal, subprocess, sys, tempfile, textwrap, time, zlib
 from typing import NamedTuple
 
 import torch, transformers
@@ -27,8 +27,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import m3, ntk
 
-METRICS = """step reward accuracy loss_R loss_D grad_norm kappa phi conflict conflict_deadband alpha_eff zero_advantage
-clipped entropy length truncated mu lr tokens_per_second seconds collapsed""".split()
+METRICS = ["step", "reward", "accuracy", "loss_R", "loss_D", "grad_norm", "kappa", "phi", "conflict", "conflict_deadband",
+           "conflict_rewarded", "alpha_eff", "zero_advantage", "clipped", "entropy", "length", "truncated", "mu", "lr",
+           "tokens_per_second", "seconds", "collapsed"]
 
 FIELDS = ["prompt", "answer", "solution"]
 NOT_SAVED = ["plot", "compare", "seeds", "preset", "resume", "probe", "defaults"]
@@ -36,8 +37,9 @@ TOY_TEACHERS, CACHE = ["self-rl", "larger"], pathlib.Path("runs/cache")  # of wh
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
 # Named sets of flags, read before the command line's own: those win.
-PAPER = ("--method m3-soft --lora-rank 64 --lr 5e-5 --group-size 8 --steps 500 --alpha-max 0.15 "  # [M3]: alpha 128 = 2r
+PAPER = ("--method m3-soft --lora-rank 64 --lr 5e-5 --group-size 8 --steps 500 --alpha-max 0.05 "  # [M3]: alpha 128 = 2r, Table 10
          "--stats-every 10 --kdr-every 10 --eval-every 50 --save-every 50 ")  # what only the log needs, rarely
+MISLED = "--alpha-max 0.5 --beta 10 --kernel logit --stats-every 20 --kdr-every 5 --eval-every 1000 --save-every 1000"
 PRESETS = {
     "table-calm": "--compare grpo opd hybrid gradnorm pcgrad minnorm rlsd sdpo m3-norm m3-select m3-soft m3-eg "
                   "--steps 60 --lr 1e-4 --stats-every 5 --kdr-every 5 --eval-every 10",
@@ -47,8 +49,16 @@ PRESETS = {
     # The teacher's loss a thousandth of itself: kappa in the thousands, which a normalised residual does not notice.
     "table-high-kappa": "--compare grpo hybrid gradnorm m3-select m3-soft --steps 60 --lr 1e-4 --distill-scale 1e-3 "
                         "--eps 1e-4 --stats-every 5 --kdr-every 5 --eval-every 10",
-    # Pure distillation from three kinds of teacher: where does the loss stop falling, and does its gradient say so? [VLS]
-    "table-teachers": "--compare-teachers --divergence rkl-topk --steps 150 --eval-every 10 --kdr-every 0 --occupancy-every 10",
+    # A teacher that errs: its hint is wrong on a share of the problems. Two cells of the map of --hint-error and --lr.
+    "table-misled": "--compare grpo opd hybrid m3-norm m3-random m3-select m3-soft m3-eg --seeds 5 --hint-error 0.8 "
+                    "--lr 3e-4 --steps 100 " + MISLED,
+    "table-misled-fast": "--compare grpo opd hybrid m3-norm m3-random m3-select m3-soft m3-eg --seeds 5 --hint-error 0.5 "
+                         "--lr 1e-3 --steps 160 " + MISLED,
+    "map-misled": "--compare grpo opd hybrid m3-norm m3-select m3-soft m3-eg " + MISLED,  # + --hint-error --lr --steps
+    # Pure distillation from three kinds of teacher: where does the loss stop falling, and does its gradient say so? As
+    # [VLS E.2], but for 32 x 2 responses (theirs: 64 x 1), since the occupancy's folds need two of each prompt.
+    "table-teachers": "--compare-teachers --divergence rkl-topk --steps 150 --eval-every 10 --kdr-every 0 --weight-decay 0.01 "
+                      "--prompts-per-step 32 --group-size 2 --reduction token --occupancy-every 10",
     # Real models. Memory is an estimate by arithmetic (weights, adapter with moments and gradients, activations of one
     # micro-batch, one chunk of logits), not a measurement.
     "cpu-smollm2-svamp": "--model HuggingFaceTB/SmolLM2-135M-Instruct --dataset svamp --method m3-soft "  # 2 cores, 6 GB measured
@@ -268,7 +278,7 @@ def toy_base_model(seed, steps=400, rows=48, lr=3e-3, larger=False):
             eos_token_id=tokenizer.eos_token_id, initializer_range=0.04))
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
-    for step in tqdm(range(steps), desc="toy base model", leave=False):
+    for step in tqdm(range(steps), desc="toy base model", leave=False, disable=None):
         # Cut by length, for the longest rows are thrice the shortest and padding costs as much as text; but cut WITHIN the
         # batch: whole batches of one length (all hints, then none) made the two habits undo each other.
         batch = sorted(corpus[step * rows:(step + 1) * rows], key=lambda pair: len(pair[0]) + len(pair[1]))
@@ -752,37 +762,30 @@ def start(run, world, out, flags):
 
 def roll_out(run, world, flags, problems, generator):
     """G responses to each of this process's problems. Every response has random numbers of its own, fixed by the step."""
-    group, at_once = flags.group_size, flags.sample_batch or flags.prompts_per_step
-    uniforms = torch.rand(len(problems), group, flags.max_new_tokens, generator=generator)
-    mine = slice(RANK * len(problems) // WORLD, (RANK + 1) * len(problems) // WORLD)
-    problems, uniforms = problems[mine], uniforms[mine]
-    parts = []
+    group, mine = flags.group_size, slice(RANK * len(problems) // WORLD, (RANK + 1) * len(problems) // WORLD)
+    uniforms = torch.rand(len(problems), group, flags.max_new_tokens, generator=generator)[mine].flatten(0, 1)
+    prompts = [problem["prompt_ids"] for problem in problems[mine]]
     with m3.packed(run.model):
-        for i in range(0, len(problems), at_once):
-            prompts = [problem["prompt_ids"] for problem in problems[i:i + at_once]]
-            parts.append(m3.sample(
-                run.model, prompts, group, flags.max_new_tokens, flags.temperature, eos_ids=world.eos_ids,
-                pad_id=world.tokenizer.pad_token_id, uniforms=uniforms[i:i + at_once].flatten(0, 1),
-                top_p=flags.top_p, top_k=flags.top_k))
-    longest = max(tokens.shape[1] for tokens, _, _ in parts)
+        tokens, mask, _ = m3.sample(run.model, prompts, group, flags.max_new_tokens, flags.temperature, uniforms=uniforms,
+                                    eos_ids=world.eos_ids, pad_id=world.tokenizer.pad_token_id)  # [B, N]
+    asked = [problem for problem in problems[mine] for _ in range(group)]
+    return Rollouts(asked, tokens, mask, m3.decode(world.tokenizer, tokens, mask))
 
-    def joined(k, fill):
-        pad = torch.nn.functional.pad
-        return torch.cat([pad(part[k], (0, longest - part[k].shape[1]), value=fill) for part in parts])  # [B, N]
-
-    tokens, mask = joined(0, world.tokenizer.pad_token_id), joined(1, False)
-    owner = [problem for problem in problems for _ in range(group)]
-    return Rollouts(owner, tokens, mask, m3.decode(world.tokenizer, tokens, mask))
-
-def hints(rollouts, rewards, world, flags):
-    """What the teacher reads instead of each response's prompt. SDPO's reads a successful other response; or nothing."""
-    if flags.method != "sdpo":
-        return [problem["teacher_ids"] for problem in rollouts.asked]
-    siblings = m3.sdpo_siblings(rewards.tolist(), flags.group_size)
-    texts = [m3.prompt_text(world.tokenizer, problem, world.shots, rollouts.texts[sibling or 0])
-             for problem, sibling in zip(rollouts.asked, siblings)]
-    read = m3.encode(world.tokenizer, texts)
-    return [None if sibling is None else ids for sibling, ids in zip(siblings, read)]
+def to_batch(rollouts, rewards, world, flags):
+    """What m3.m3_step needs of the rollouts. Weights and advantages are of the whole step, of all processes."""
+    group, asked = flags.group_size, rollouts.asked
+    advantages = m3.group_advantages(rewards, group, flags.std)  # [B]
+    total = sum(gather(rollouts.mask.sum().item())) if flags.reduction == "token" else None
+    weights = m3.token_weights(rollouts.mask, flags.prompts_per_step * group, total)  # [B, N]
+    hints = [problem["teacher_ids"] for problem in asked]
+    if flags.method == "sdpo":  # its teacher reads a successful other response; a row without one is masked
+        siblings = m3.sdpo_siblings(rewards.tolist(), group)
+        texts = [m3.prompt_text(world.tokenizer, problem, world.shots, rollouts.texts[sibling or 0])
+                 for problem, sibling in zip(asked, siblings)]
+        hints = m3.encode(world.tokenizer, texts)
+        weights[[sibling is None for sibling in siblings]] = 0.0
+    prompts = [problem["prompt_ids"] for problem in asked]
+    return m3.Batch(prompts, hints, rollouts.tokens, rollouts.mask, advantages, weights)
 
 def take_step(run, update, clip):
     """AdamW on the float32 masters. Returns the gradient's norm before clipping; if it is not finite, nothing moves."""
@@ -795,27 +798,34 @@ def take_step(run, update, clip):
             torch._foreach_copy_(run.params, run.masters)
     return norm
 
-def log_line(step, flags, rewards, mask, ended, advantages, result, grad_norm):
-    """The step's line of metrics.jsonl, of the whole batch of all processes; the README's glossary explains each key."""
-    responses = dict(reward=rewards, length=mask.sum(1), ended=ended, advantage_of_response=advantages)
-    parts = gather({name: column.cpu() for name, column in (result.seen | responses).items()})
+def log_line(step, flags, rollouts, rewards, batch, result, eos_ids):
+    """The step's line of metrics.jsonl, of all processes' responses; the README's glossary explains each key."""
+    ended = torch.isin(batch.tokens, torch.tensor(sorted(eos_ids), device=batch.tokens.device)) & batch.mask
+    misled = torch.tensor(["misled" in problem for problem in rollouts.asked], device=batch.tokens.device)
+    mine = result.seen | dict(misled=misled[result.seen["row"]], reward=rewards, length=batch.mask.sum(1),
+                              ended=ended.any(1), zero_advantage=batch.advantages == 0)
+    parts = gather({name: column.cpu() for name, column in mine.items()})
     seen = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}  # [all tokens] or [all responses]
     shape = result.geometry or dict.fromkeys(["norm_D", "kappa", "phi"])
     line = dict.fromkeys(METRICS) | {
-        "step": step, "reward": seen["reward"].mean().item(), "grad_norm": grad_norm, "lr": flags.lr,
+        "step": step, "kappa": shape["kappa"], "phi": shape["phi"], "lr": flags.lr,
         "loss_R": -(seen["weight"] * seen["advantage"] * seen["logp"]).sum().item(),
-        "kappa": shape["kappa"], "phi": shape["phi"], "alpha_eff": seen["alpha"].mean().item(),
-        "zero_advantage": (seen["advantage_of_response"] == 0).float().mean().item(),
-        "entropy": seen["entropy"].mean().item(), "length": seen["length"].float().mean().item(),
-        "truncated": (~seen["ended"]).float().mean().item()}
+        "alpha_eff": seen["alpha"].mean().item(), "truncated": (~seen["ended"]).float().mean().item()}
+    for name in "reward", "zero_advantage", "entropy", "length":
+        line[name] = seen[name].float().mean().item()
     if "divergence" in seen:  # null where nobody asked the teacher
         largest = (flags.tau or math.inf) * flags.distill_scale
         line["loss_D"] = (seen["weight"] * seen["divergence"].clamp(max=largest)).sum().item()
         line["clipped"] = seen["clipped"].float().mean().item()
+        if shape["norm_D"] and line["loss_D"] > 0:
+            line["mu"] = ntk.learning_signal(shape["norm_D"], line["loss_D"])
     if "K" in seen:
-        line |= ntk.conflict_share(seen["K"], seen["cos"], torch.ones_like(seen["K"]))
-    if shape["norm_D"] and line["loss_D"] > 0:
-        line["mu"] = ntk.learning_signal(shape["norm_D"], line["loss_D"])
+        every, rewarded = torch.ones_like(seen["K"]), seen["advantage"] != 0
+        line |= ntk.conflict_share(seen["K"], seen["cos"], every, rewarded)
+    if seen["misled"].any():  # the gate at work: the teacher's share where it errs, and where it does not
+        for name, where in ("misled", seen["misled"]), ("honest", ~seen["misled"]):
+            where = where & (seen["advantage"] != 0)
+            line[f"alpha_{name}"] = seen["alpha"][where].mean().item() if where.any() else None
     return line, seen
 
 def train(flags):
@@ -842,8 +852,8 @@ def train(flags):
     settings = settings._replace(eta_in=flags.eta_in * flags.lr)
     memory = dict(micro_batch=flags.micro_batch, chunk=flags.vocab_chunk, checkpointing=flags.gradient_checkpointing)
     broken = 0
-    bar = tqdm(range(first, flags.steps + 1), initial=first - 1, total=flags.steps, dynamic_ncols=True, disable=RANK > 0)
-    for step in bar:
+    bar = tqdm(initial=first - 1, total=flags.steps, ncols=78, disable=None, leave=True)  # None: no bar in a log file
+    for step in range(first, flags.steps + 1):
         tick = time.time()
 
         # --- 1. sample: G responses to each of P problems ------------------------------------------------------------
@@ -856,13 +866,9 @@ def train(flags):
         paid = [m3.verify(text, problem["answer"], problem["kind"])
                 for text, problem in zip(rollouts.texts, rollouts.asked)]
         rewards = torch.tensor(paid, dtype=torch.float32, device=device)  # [B]
-        advantages = m3.group_advantages(rewards, flags.group_size, flags.std)  # [B]
-        total = sum(gather(rollouts.mask.sum().item())) if flags.reduction == "token" else None
-        weights = m3.token_weights(rollouts.mask, len(problems) * flags.group_size, total)  # [B, N]
+        batch = to_batch(rollouts, rewards, world, flags)
 
         # --- 3. score, find the conflicts, seed, go backward, combine ------------------------------------------------
-        batch = m3.Batch([problem["prompt_ids"] for problem in rollouts.asked], hints(rollouts, rewards, world, flags),
-                         rollouts.tokens, rollouts.mask, advantages, weights)
         kdr = None  # the isotropic kernel needs no model
         if flags.kernel != "logit":
             kdr = functools.partial(ntk.kdr_flat, run.model, kernel=flags.kernel, chunk=flags.vocab_chunk,
@@ -887,20 +893,23 @@ def train(flags):
                 move_teacher(list(run.frozen.parameters()), run.params, step)
 
         # --- 5. log --------------------------------------------------------------------------------------------------
-        ended = torch.isin(rollouts.tokens, torch.tensor(sorted(world.eos_ids), device=device))
-        ended = ended.logical_and(rollouts.mask).any(1)
-        line, seen = log_line(step, flags, rewards, rollouts.mask, ended, advantages, result, grad_norm)
-        line = finite(line | extra)
+        line, seen = log_line(step, flags, rollouts, rewards, batch, result, world.eos_ids)
+        line = finite(line | extra | {"grad_norm": grad_norm})
         line["collapsed"] = step >= 10 and all(x["reward"] < 0.05 for x in [*log[-9:], line])
         done = step == flags.steps or (flags.stop_on_collapse and line["collapsed"])
-        if due(flags.eval_every, step) or done:
+        evaluated = due(flags.eval_every, step) or done
+        if evaluated:
             line["accuracy"], greedy = evaluate(run.model, world.tokenizer, world.held_out, flags, world.eos_ids)
-            show_samples(out, step, world, problems, greedy, rollouts.texts, seen["reward"].tolist(), flags)
+            for problem, text in list(zip(world.held_out, greedy))[:2]:
+                tqdm.write(textwrap.shorten(f"[{step}] {problem['question']} (right: {problem['answer']})", 78))
+                tqdm.write(textwrap.shorten(f"    {text!r}", 78, initial_indent="    "))
+        if evaluated or step in (1, flags.steps // 2):
+            keep_samples(out, step, problems, rollouts, batch, result.seen, world.tokenizer, seen["reward"].tolist())
         line["seconds"] = log[-1]["seconds"] + time.time() - tick
         line["tokens_per_second"] = seen["length"].sum().item() / (time.time() - tick)
         log.append(line)
         append_line(out / "metrics.jsonl", line)
-        show_progress(bar, log, first)
+        show_progress(bar, log, first, flags.steps)
         if broken == 3:
             fail("three non-finite steps in a row: lower --lr, or start from the last checkpoint", code=1)
 
@@ -913,7 +922,11 @@ def train(flags):
             fail(f"stopped by signal {stop} after step {step}; saved. Go on with --resume {out}", 128 + stop)
         if done:
             break
-    return summarize(out, flags, log, len(world.held_out), finish(run, world, out, flags, log))
+    summary = summarize(out, flags, log, len(world.held_out), finish(run, world, out, flags, log))
+    if RANK == 0:
+        plot([out], out / "curves.png")
+        report(out)
+    return summary
 
 def due(every, step):
     return every > 0 and step % every == 0
@@ -922,12 +935,12 @@ def finite(line):
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
 
 def introduce(run, out, flags, device):
-    """The first line of a run: what it is, on what, and how much memory its weights take."""
+    """The first lines of a run: what it is, on what, and how much memory its weights take."""
     size = sum(p.numel() for p in run.params)
     held = sum(p.numel() * p.element_size() for model in {run.model, run.frozen} for p in model.parameters()) + 24 * size
-    print(f"{flags.method} | seed {flags.seed} | {device}, {torch.get_num_threads()} threads | torch {torch.__version__},"
-          f" transformers {transformers.__version__} | {size:,} trainable parameters, about {held / 2**30:.2g} GB for weights,"
-          f" moments and gradients, activations not counted | {WORLD} process{'es' * (WORLD > 1)} | {out}")
+    print(f"{flags.method}, seed {flags.seed}, in {out}\n{device}, {torch.get_num_threads()} threads, {WORLD}"
+          f" process{'es' * (WORLD > 1)}, torch {torch.__version__}, transformers {transformers.__version__}\n"
+          f"{size:,} trainable parameters; weights, moments and gradients take about {held / 2**30:.2g} GB")
 
 def catch_signals():
     """From here on a signal ends the run after the step in hand, saved. -> list that the signal's number is put into."""
@@ -941,37 +954,56 @@ def keep_broken(out, step, grad_norm, rollouts, rewards):
     torch.save(batch, out / f"non-finite-{step}-rank-{RANK}.pt")
     tqdm.write(f"step {step}: gradient norm is {grad_norm}; step not applied, batch saved in {out}")
 
-def show_samples(out, step, world, problems, greedy, texts, rewards, flags):
-    """Two greedy replies for the eye; all of the step's replies for samples.jsonl."""
-    for problem, text in list(zip(world.held_out, greedy))[:2]:
-        tqdm.write(f"[{step}] {problem['question']} -> {text!r} (right: {problem['answer']})")
-    texts, group = sum(gather(texts), []), flags.group_size
+def keep_samples(out, step, problems, rollouts, batch, seen, tokenizer, rewards):
+    """samples.jsonl: every reply of the step, and one group token by token for the report: [text, cos phi_n, alpha_n]."""
+    texts, group = sum(gather(rollouts.texts), []), len(rewards) // len(problems)
+    mixed = (batch.advantages != 0).nonzero()[:, 0].tolist()
+    first = mixed[0] // group * group if mixed else 0  # the first group with a reward signal
+    cos, alpha = seen.get("cos", torch.zeros_like(seen["alpha"])), seen["alpha"]
+    looked = []
+    for row in range(first, first + group):
+        here = seen["row"] == row
+        words = [tokenizer.decode([token]) for token in batch.tokens[row][batch.mask[row]].tolist()]
+        looked.append([list(word) for word in zip(words, cos[here].tolist(), alpha[here].tolist())])
     for i, problem in enumerate(problems):
         its = slice(i * group, (i + 1) * group)
-        append_line(out / "samples.jsonl", {"step": step, "prompt": problem["question"], "answer": problem["answer"],
-                                            "completions": texts[its], "rewards": rewards[its]})
+        line = {"step": step, "prompt": problem["question"], "answer": problem["answer"], "completions": texts[its],
+                "rewards": rewards[its]}
+        if i * group == first:
+            line |= {"advantages": batch.advantages[its].tolist(), "tokens": looked}
+        append_line(out / "samples.jsonl", line)
 
-def show_progress(bar, log, first):
+def show_progress(bar, log, first, steps):
+    """A bar on a terminal; in a log file a plain line now and then."""
     line = log[-1]
     if line["step"] == first and line["truncated"] == line["zero_advantage"] == 1:
         tqdm.write("every reply is cut at --max-new-tokens and none is paid more than another: raise it")
-    shown = {"reward": line["reward"], "kappa": line["kappa"], "conflict": line["conflict"],
-             "accuracy": next(x["accuracy"] for x in reversed(log) if x["accuracy"] is not None)}
-    bar.set_postfix({key: f"{value:.3g}" for key, value in shown.items() if value is not None})
+    accuracy = next(x["accuracy"] for x in reversed(log) if x["accuracy"] is not None)
+    bar.set_postfix_str(f"reward {line['reward']:.2f} accuracy {accuracy:.2f}", refresh=False)
+    bar.update()
+    if bar.disable and RANK == 0 and (due(max(steps // 20, 1), line["step"]) or line["step"] == steps):
+        print(f"step {line['step']} of {steps}: reward {line['reward']:.3f}, accuracy {accuracy:.3f},"
+              f" {line['seconds']:.0f} s", flush=True)
 
 def finish(run, world, out, flags, log):
     """What is measured once, after the last step: how a distillation stalled [VLS], and the mean of two checkpoints."""
-    extra, kind = {}, type(world.base)
+    extra, kind, prompts = {}, type(world.base), [row["prompt_ids"] for row in world.held_out]
+
+    def load_checkpoint(folder):
+        return kind.from_pretrained(folder, dtype=world.base.dtype).to(world.base.device).eval()
+
     if flags.method == "opd":
-        ended = kind.from_pretrained(out / "last", dtype=world.base.dtype).to(world.base.device).eval()
+        losses, norms = zip(*((line["loss_D"], line["grad_norm"]) for line in log[1:]))
         with m3.lora_off(world.base):  # base: as it was before the first step
             extra["accuracy_teacher"], _ = evaluate(run.frozen, world.tokenizer, world.held_out, flags, world.eos_ids,
                                                     "teacher_ids")
-            losses = [line["loss_D"] for line in log[1:] if line["loss_D"] is not None]
-            extra |= ntk.stall(world.base, ended, [row["prompt_ids"] for row in world.held_out], losses)
+            extra |= ntk.stall(world.base, load_checkpoint(out / "last"), prompts, losses)
+            if world.other and type(world.other) is kind and world.other.config.hidden_size == world.base.config.hidden_size:
+                moved = ntk.stall(world.base, world.other, prompts, losses)  # how far RL moved the self-RL teacher
+                extra |= {"d_par_teacher": moved["d_par"], "cka_min_teacher": moved["cka_min"]}
     if flags.swa:  # of merged weights: with LoRA, the mean of A times the mean of B would be another model
         folders = sorted(out.glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]))[-2:]
-        both = [kind.from_pretrained(folder, dtype=world.base.dtype).to(world.base.device).eval() for folder in folders]
+        both = [load_checkpoint(folder) for folder in folders]
         for same in zip(*(model.parameters() for model in both)):
             same[0].data = torch.stack(same).detach().mean(0)
         extra["accuracy_swa"], _ = evaluate(both[0], world.tokenizer, world.held_out, flags, world.eos_ids)
@@ -991,15 +1023,41 @@ def summarize(out, flags, log, held_out, extra):
                "accuracy_end": accuracy[-1], "reward_first20": mean(line["reward"] for line in steps[:20]),
                "reward_last20": mean(line["reward"] for line in steps[-20:]),
                "kappa_mean": mean(line["kappa"] for line in steps), "conflict_mean": mean(line["conflict"] for line in steps),
-               "collapsed_at": at, "seconds": log[-1]["seconds"], **extra}
+               "conflict_rewarded_mean": mean(line["conflict_rewarded"] for line in steps), "collapsed_at": at, "seconds": log[-1]["seconds"], **extra}
     replace_text(out / "summary.json", json.dumps(summary, indent=1))
     print(f"""
                       before    after
 greedy accuracy       {summary['accuracy_start']:6.3f}   {summary['accuracy_end']:6.3f}   ({held_out} held-out problems)
-sampled reward        {summary['reward_first20']:6.3f}   {summary['reward_last20']:6.3f}   (mean of the first and last 20 steps)
+sampled reward        {summary['reward_first20']:6.3f}   {summary['reward_last20']:6.3f}   (mean of the first and last {min(20, len(steps))} steps)
 collapsed             {'no' if at is None else f'at step {at}'}, {summary['steps']} steps in {summary['seconds']:.0f} seconds
 files                 {out}: metrics.jsonl, samples.jsonl, summary.json, last/ (from_pretrained loads it)""")
     return summary
+
+def report(out):
+    """OUT/report.html: a run as one page that loads nothing: its curves, replies token by token, its settings."""
+    config, summary = (json.loads((out / f"{name}.json").read_text(encoding="utf-8")) for name in ("config", "summary"))
+    looked = [line for line in read_log(out / "samples.jsonl") if "tokens" in line]
+    page = ['<!DOCTYPE html><meta charset="utf-8"><title>M3 run</title>',
+            "<style>body{font:15px/1.5 sans-serif;max-width:1100px;margin:2em auto;padding:0 1em} img{width:100%}",
+            ".reply{font:14px/2.1 monospace} .reply span{padding:3px 5px} td{padding:0 1em 0 0}</style>",
+            f"<h1>{html.escape(config['method'])}, {summary['steps']} steps</h1>",
+            f"<p>Greedy accuracy {summary['accuracy_start']:.3f} before, {summary['accuracy_end']:.3f} after.</p>"]
+    if (out / "curves.png").exists():
+        picture = base64.b64encode((out / "curves.png").read_bytes()).decode()
+        page.append(f'<img alt="curves" src="data:image/png;base64,{picture}">')
+    page.append("<h2>Where teacher and reward agree (blue) and fight (red)</h2>"
+                "<p>Colour: cos &phi;<sub>n</sub> of each sampled token; grey where there is no reward signal. "
+                "Point at a token for its numbers; &alpha;<sub>n</sub> is the teacher's share.</p>")
+    for line in [looked[i] for i in sorted({0, len(looked) // 2, len(looked) - 1})] if looked else ():
+        page.append(f"<h3>Step {line['step']}: {html.escape(line['prompt'])} (right: {html.escape(line['answer'])})</h3>")
+        for tokens, paid, advantage in zip(line["tokens"], line["rewards"], line["advantages"]):
+            words = [(text.replace("\n", "\u21b5"), cos, f"cos {cos:+.3f}, alpha {alpha:.3f}") for text, cos, alpha in tokens]
+            share = sum(alpha for _, _, alpha in tokens) / len(tokens)
+            page.append(f"<p>reward {paid:.0f}, A = {advantage:+.2f}, mean &alpha; {share:.3f}<br>"
+                        f'<span class="reply">{ntk.heat_html(words)}</span></p>')
+    rows = "".join(f"<tr><td>--{name.replace('_', '-')}<td>{html.escape(str(value))}" for name, value in config.items())
+    page.append(f"<details><summary>Settings</summary><table>{rows}</table></details>")
+    replace_text(out / "report.html", "\n".join(page))
 
 def plot(folders, file):
     """Panels from the logs alone: a line per method, or per teacher where these differ; mean and range over its seeds."""
