@@ -584,8 +584,8 @@ def untried(monkeypatch):
 def drawn_without_a_model(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_ids, pad_id,
                           uniforms=None, **settings):
     """In place of m3.sample where runs of unlike arithmetic are compared. AdamW turns a rounding error in a
-    gradient of about 0 into a whole step; that turns a draw sooner or later, on one processor or another, and
-    every number after it differs. These replies depend on prompt and uniforms alone; the rest is the program's.
+    gradient of about 0 into a whole step; sooner or later that turns a draw, on one processor or another, and
+    every number after it differs. These replies depend on prompt and uniforms; the rest is the program's.
     """
     asked = torch.tensor([[sum(prompt) % 97] for prompt in prompts for _ in range(group_size)])
     if uniforms is None:  # greedy
@@ -608,7 +608,8 @@ def test_every_method_trains_and_does_not_depend_on_the_batch_split(
     named = set(train.METRICS) - {"seconds", "tokens_per_second"}
     assert [line["step"] for line in a] == [0, 1, 2] and all(set(line) >= named for line in a)
     assert all(line["grad_norm"] > 0 for line in a[1:])
-    run(world, "--method", method, "--steps", "2", "--out", f"{method}-b", *"--micro-batch 2 --vocab-chunk 5".split())
+    split = ["--micro-batch", "2", "--vocab-chunk", "5"]
+    run(world, "--method", method, "--steps", "2", "--out", f"{method}-b", *split)
     start = train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).state_dict()
     one, two = weights(world, f"{method}-a"), weights(world, f"{method}-b")
     moved = max((one[k] - start[k]).abs().max() for k in one)
@@ -1683,7 +1684,8 @@ def test_the_start_up_check_lets_sound_models_pass_and_moves_nothing(dtype, caps
 
 @pytest.mark.usefixtures("failing")
 @pytest.mark.parametrize("name, change, words", [
-    ("sample", lambda drawn: (*drawn[:2], drawn[2] - 0.3), "sampled"), ("hidden_states", lambda h: 2 * h, "scored"),
+    ("sample", lambda drawn: (*drawn[:2], drawn[2] - 0.3), "sampled"),
+    ("hidden_states", lambda h: 2 * h, "scored"),
     ("hidden_states", lambda h: h * math.nan, "scored"),
     ("hidden_states", lambda h: h.detach().requires_grad_(), "grad")])
 def test_the_start_up_check_sees_what_is_wrong(name, change, words, monkeypatch):
@@ -3122,21 +3124,13 @@ def test_kill_at_any_moment_and_resume(world, fork):  # He01
         resume = (out / "last").exists()
         if not resume and out.exists():
             shutil.rmtree(out)  # killed before its first checkpoint: the message says, delete it
-        moment = [
-            "killed",
-            signal.SIGKILL,
-            rng.randint(1, 100),
-            0,
-        ]  # reading the checkpoint, writing the log, saving
+        moment = ["killed", signal.SIGKILL, rng.randint(1, 100), 0]  # reading the checkpoint, writing the log, saving
         assert fork(*argv, "--resume" if resume else "--out", "killed", at=moment) == -9
     assert fork(*argv, "--resume" if (out / "last").exists() else "--out", "killed") == 0, (
-        world / "forks.log"
-    ).read_text()[-2000:]
+        (world / "forks.log").read_text()[-2000:])
     whole = world / "unbroken"
     assert records(out) == records(whole) and records(out, "samples") == records(whole, "samples")
-    assert [row["step"] for row in records(out)] == list(range(13)) and os.readlink(
-        out / "last"
-    ) == "checkpoint-12"
+    assert [row["step"] for row in records(out)] == list(range(13)) and os.readlink(out / "last") == "checkpoint-12"
     assert same(*(torch.load(o / "last/trainer.pt", weights_only=True) for o in (out, whole)))
     assert same(weights(world, "killed"), weights(world, "unbroken"))
     assert not [f.name for f in out.iterdir() if f.name[0] == "."]  # nothing half-written lies about
@@ -3144,10 +3138,8 @@ def test_kill_at_any_moment_and_resume(world, fork):  # He01
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_save_within_a_step(world, fork, number):  # He07
-    argv, name = (
-        "--steps 60 --save-every 60 --eval-every 60 --method m3-soft --lr 1e-2".split(),
-        f"signal{int(number)}",
-    )
+    argv = "--steps 60 --save-every 60 --eval-every 60 --method m3-soft --lr 1e-2".split()
+    name = f"signal{int(number)}"
     out = world / name
     code = fork(*argv, "--out", name, at=[name, number, 0, 4])  # as soon as steps 0 to 3 are in the log
     said = (world / "forks.log").read_text()
@@ -3159,7 +3151,7 @@ def test_signals_save_within_a_step(world, fork, number):  # He07
     assert [row["step"] for row in records(out)] == list(range(done + 2))
 
 
-# --- several processes ------------------------------------------------------------------------------------------------------------
+# --- several processes ------------------------------------------------------------------------------------
 
 
 def torchrun(world, *argv, code="import train; train.main()"):
