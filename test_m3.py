@@ -3120,17 +3120,19 @@ def test_kill_at_any_moment_and_resume(world, fork):  # He01
     argv = "--steps 12 --method m3-soft --lr 1e-2 --eval-every 1 --max-new-tokens 5".split()
     assert fork(*argv, "--out", "unbroken") == 0
     out, rng = world / "killed", random.Random(0)
-    for _ in range(8):
+    for _ in range(7):
         resume = (out / "last").exists()
         if not resume and out.exists():
             shutil.rmtree(out)  # killed before its first checkpoint: the message says, delete it
-        moment = ["killed", signal.SIGKILL, rng.randint(1, 100), 0]  # reading the checkpoint, writing the log, saving
+        # A step takes about 30 file operations, before them those that read the checkpoint.
+        moment = ["killed", signal.SIGKILL, rng.randint(1, 60), 0]
         assert fork(*argv, "--resume" if resume else "--out", "killed", at=moment) == -9
     assert fork(*argv, "--resume" if (out / "last").exists() else "--out", "killed") == 0, (
         (world / "forks.log").read_text()[-2000:])
     whole = world / "unbroken"
     assert records(out) == records(whole) and records(out, "samples") == records(whole, "samples")
-    assert [row["step"] for row in records(out)] == list(range(13)) and os.readlink(out / "last") == "checkpoint-12"
+    assert [row["step"] for row in records(out)] == list(range(13))
+    assert os.readlink(out / "last") == "checkpoint-12"
     assert same(*(torch.load(o / "last/trainer.pt", weights_only=True) for o in (out, whole)))
     assert same(weights(world, "killed"), weights(world, "unbroken"))
     assert not [f.name for f in out.iterdir() if f.name[0] == "."]  # nothing half-written lies about

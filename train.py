@@ -513,7 +513,7 @@ def try_rollouts(model, prompts, share):
         must_agree("gradients", ours, right, sum(g.float().square().sum() for g in right).sqrt())
 
 def try_out(model, teacher, tokenizer, flags):
-    """Ends in one line where a run would fail late: adapters, sampling, scoring, checkpointing, saving.
+    """Ends in one line where a run would fail late: adapters, sampling, scoring, kernel, checkpoints, saving.
     teacher: another model or None. Switches gradient checkpointing on, if asked for; moves no weight and no
     random state. Below a second for a small model, seconds for a large one."""
     models = {"model": model} | ({"teacher": teacher} if teacher else {})
