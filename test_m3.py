@@ -1594,8 +1594,8 @@ def test_lora_seed_and_scale():
 
 def starting(model, other=None, **flags):
     """train.try_out, as a run calls it before its first rollouts."""
-    flags = {"model": "M", "teacher": "T", "lora_rank": 0, "gradient_checkpointing": False} | flags
-    return train.try_out(model, other, tokenizer(), types.SimpleNamespace(**flags))
+    usual = {"model": "M", "teacher": "T", "lora_rank": 0, "gradient_checkpointing": False, "kernel": "logit"}
+    return train.try_out(model, other, tokenizer(), types.SimpleNamespace(**usual | flags))
 
 
 def settings_of(model):
