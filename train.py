@@ -682,7 +682,7 @@ def try_rollouts(model, prompts, share):
         must_agree("gradients", ours, right, sum(g.float().square().sum() for g in right).sqrt())
 
 def try_out(model, teacher, tokenizer, flags):
-    """Ends in one line where a run would fail late: adapters, sampling, scoring, checkpointing, saving.
+    """Ends in one line where a run would fail late: adapters, sampling, scoring, kernel, checkpoints, saving.
     teacher: another model or None. Switches gradient checkpointing on, if asked for; moves no weight and no
     random state. Below a second for a small model, seconds for a large one."""
     models = {"model": model} | ({"teacher": teacher} if teacher else {})
@@ -704,6 +704,8 @@ def try_out(model, teacher, tokenizer, flags):
             with or_fail(f"--gradient-checkpointing does not work with {flags.model}: leave it out"):
                 use_checkpointing(model)
                 try_rollouts(model, [ids[:4], ids[4:]], share=False)
+        with or_fail(f"--model {flags.model} cannot be trained with these flags", ValueError):
+            ntk.try_kernel(model, flags.kernel)
     with tempfile.TemporaryDirectory() as folder:
         try:
             model.save_pretrained(folder, state_dict={})
@@ -813,12 +815,22 @@ def load(flags, device):
             base, tokenizer, eos_ids = load_model(toy_model(task=flags.model) if own else flags.model, dtype, device)
             if flags.teacher != "privileged":  # another model, which reads the student's own prompt
                 path = toy_model(flags.teacher, flags.model) if flags.teacher in TOY_TEACHERS else flags.teacher
-                other, its_tokenizer, _ = load_model(path, dtype, device, "--teacher")
+                other, its_tokenizer, its_ends = load_model(path, dtype, device, "--teacher")
                 with or_fail(f"--teacher {flags.teacher} does not fit"):
                     m3.check_teacher(tokenizer, its_tokenizer, (flags.model, flags.teacher),
                                      [x.get_output_embeddings().weight.shape[0] for x in (base, other)])
+                if not its_ends <= eos_ids:  # where the student stops, such a teacher wants another word
+                    fail(f"--teacher {flags.teacher} ends with {sorted(its_ends)}, {flags.model} with"
+                         f" {sorted(eos_ids)}: the same end tokens are needed; set eos_token_id in its"
+                         " generation_config.json if it knows them")
         gather(turn)
-    context = min(getattr(m.config.get_text_config(), "max_position_embeddings", None) or 10**9 for m in (base, other or base))
+    models = [base, other] if other else [base]
+    context = min(context_length(model.config) for model in models)
+    for model in models:
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10**9
+        if context_length(model.config) < longest:
+            print(f"the RoPE of {model.config.name_or_path} depends on the length beyond {context} tokens:"
+                  f" the length filter counts {context}, not {longest}")
     shots = parts[0][:flags.few_shot]
     problems, held_out = (encode_rows(rows, tokenizer, context, flags.max_new_tokens, shots,
                                       "none" if other else flags.hint, flags.date) for rows in parts)
@@ -859,16 +871,12 @@ def set_up(flags, world, device):
         model = copy.deepcopy(world.base).requires_grad_(True)
     teacher = world.other.requires_grad_(False) if world.other else world.base
     # Dropout would make scoring differ from sampling, so eval mode it is, for good. The one exception is gradient
-    # checkpointing, which transformers only does in training mode: there dropout is set to 0 instead.
+    # checkpointing, which transformers only does in training mode: try_out sets dropout to 0 instead.
     model.eval()
     teacher.eval()
-    if flags.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for module in model.modules():
-            module.__dict__.update({k: 0.0 for k in ("p", "attention_dropout") if k in module.__dict__})
+    try_out(model, world.other, world.tokenizer, flags)
     with or_fail(f"--model {flags.model} cannot be trained with these flags", ValueError):
         student_parts, teacher_parts = m3.split_head(model), m3.split_head(teacher)
-        ntk.try_kernel(model, flags.kernel)  # refuses an architecture it does not know before the first rollouts
     params = [p for p in model.parameters() if p.requires_grad]
     masters = [p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()) for p in params]
     optimizer = torch.optim.AdamW(masters, lr=flags.lr, weight_decay=flags.weight_decay)
