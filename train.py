@@ -75,109 +75,156 @@ PRESETS = {
                         "--max-new-tokens 256 --micro-batch 16 --vocab-chunk 1024",
 }
 
-def parse_flags(argv):
-    """All knobs, by stage. A resumed run starts from the flags it was saved with; flags given again win."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = lambda message: fail(message.replace("argument ", "") + " (see --help)")
-    rules, texts = {}, {}
+# A saved run is what its config.json says. What may change on the way decides how far, how fast and where it
+# goes on, and how often it is looked at; anything else would make a log that no one set of flags describes.
+NEUTRAL = ["out", "threads", "device", "micro_batch", "sample_batch", "vocab_chunk", "gradient_checkpointing",
+           "save_every"]  # these do not even change a result
+MAY_CHANGE = [*NEUTRAL, "steps", "lr", "weight_decay", "clip", "eval_every", "stats_every", "kdr_every",
+              "occupancy_every", "stop_on_collapse", "swa"]
+NOT_A_RUN = ["plot", "compare", "seeds", "preset", "resume", "probe"]  # of the program, not of one run
+ABOUT = {
+    "grpo": "the verifier's reward alone [eq 2]", "opd": "the teacher's distribution alone [eq 1]",
+    "hybrid": "(1 - alpha) reward + alpha teacher", "gradnorm": "both, at gradients of equal norm",
+    "pcgrad": "both, each projected off the other", "minnorm": "the shortest mix of both gradients",
+    "rlsd": "the teacher scales the advantage", "sdpo": "the teacher reads a sibling's right reply",
+    "m3-norm": "both, normalised per token, no gate", "m3-select": "the teacher only where K_DR >= 0 [eq 12]",
+    "m3-soft": "the teacher by a sigmoid of cos K_DR", "m3-eg": "the reward after the teacher's step [eq 15]",
+    "m3-random": "the control: closes as many tokens as m3-select, at random"}
 
-    def flag(group, name, default, text, ok=None, **kw):
-        kw = {"type": type(default), "metavar": None if "choices" in kw else "X"} | kw
-        key = group.add_argument(name, default=default, help=text, **kw).dest
-        rules[key], texts[key] = ok or (lambda value: True), text
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults behind every flag, line breaks of the list of methods kept."""
 
-    at_least_1, above_0, not_negative = (lambda v: v >= 1), (lambda v: v > 0), (lambda v: v >= 0)
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        fail(message.replace("argument ", "") + " (see --help)")
+
+def number(kind, words, rule):
+    """How argparse reads a number that obeys `rule`; `words` say which those are."""
+    def read(text):
+        with contextlib.suppress(ValueError, OverflowError):
+            value = kind(text)
+            if math.isfinite(value) and rule(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text} is out of range: it must be {words}")
+    return read
+
+def parse_flags(argv=None, methods=None):
+    """Every knob; methods: {name: a line of help}. A resumed run starts from the flags it was saved with."""
+    methods = methods or {name: ABOUT.get(name, "") for name in METHODS}
+    listed = "\n".join(f"  {name:<12}{text}" for name, text in methods.items())
+    parser = Parser(usage="python train.py [FLAG ...]", formatter_class=Help, allow_abbrev=False,
+                    description="Train a small language model by hybrid reward and on-policy distillation.",
+                    epilog=f"methods:\n{listed}")
+    switch = {"action": argparse.BooleanOptionalAction, "default": False}
+    at_least_1 = number(int, "a whole number, at least 1", lambda value: value >= 1)
+    not_negative = number(int, "a whole number, at least 0", lambda value: value >= 0)
+    any_number = number(float, "a number", lambda value: True)
+    above_0 = number(float, "above 0", lambda value: value > 0)
+    unit = number(float, "in [0, 1]", lambda value: 0 <= value <= 1)
+
+    def flag(stage, name, default, text, kind=str, **more):
+        if "choices" not in more:
+            more["metavar"] = "X"
+        stage.add_argument(name, default=default, help=text, type=kind, **more)
+
     g = parser.add_argument_group("what to train")
-    flag(g, "--method", "m3-soft", "how the two signals are combined", choices=METHODS)
+    flag(g, "--method", "m3-soft", "how the two signals are combined, see below", choices=list(methods))
     flag(g, "--model", "toy", "toy, or a causal language model: a folder or a hub id")
-    flag(g, "--dataset", "toy", "toy, gsm8k, svamp, arc, math, or a .json/.jsonl/.csv/.parquet file or folder of them")
-    flag(g, "--teacher", "privileged", "the frozen initial model, shown the gold solution; or a folder or hub id; or in the toy"
-         " world self-rl (the base model after GRPO) or larger (4 x the parameters, another style)")
-    flag(g, "--lora-rank", 0, "rank of adapters on all linear layers of the blocks, alpha is twice that; 0: none", not_negative)
+    flag(g, "--dataset", "toy", "toy, gsm8k, svamp, arc, math, a json, jsonl, csv, parquet file or folder")
+    flag(g, "--teacher", "privileged", "the frozen initial model, shown the gold solution; or a folder or hub"
+         " id; or in the toy world self-rl (the base model after GRPO) or larger (4 x, another style)")
+    flag(g, "--lora-rank", 0, "rank of adapters on linear layers, alpha is twice it; 0: none", not_negative)
     flag(g, "--few-shot", 0, "worked examples in front of every problem, for base models", not_negative)
     for name in FIELDS:
         flag(g, f"--{name}-field", "", f"column of a local file that holds the {name}")
     flag(g, "--eval-split", "validation", "which rows are evaluated", choices=["validation", "test"])
     flag(g, "--preset", "", "a named set of flags, see PRESETS in this file", choices=["", *PRESETS])
-    flag(g, "--steps", 100, "optimizer steps, at least 1", at_least_1)
-    g = parser.add_argument_group("rollouts (sampling settings are passed explicitly, never a checkpoint's own)")
-    flag(g, "--prompts-per-step", 8, "P: distinct prompts a step, at least 1", at_least_1)
-    flag(g, "--group-size", 8, "G: responses per prompt, at least 2: one has no spread", lambda v: v >= 2)
-    flag(g, "--max-new-tokens", 24, "longest response, at least 1", at_least_1)
-    flag(g, "--temperature", 1.0, "of sampling and of scoring alike, above 0", above_0)
-    flag(g, "--top-p", 1.0, "nucleus, in (0, 1]; 1 is off", lambda v: 0 < v <= 1)
+    flag(g, "--steps", 100, "optimizer steps", at_least_1)
+    g = parser.add_argument_group("rollouts (never with a checkpoint's own sampling settings)")
+    flag(g, "--prompts-per-step", 8, "P: distinct prompts a step", at_least_1)
+    flag(g, "--group-size", 8, "G: responses per prompt; one alone has no spread",
+         number(int, "a whole number, at least 2", lambda value: value >= 2))
+    flag(g, "--max-new-tokens", 24, "longest response", at_least_1)
+    flag(g, "--temperature", 1.0, "of sampling and of scoring alike", above_0)
+    flag(g, "--top-p", 1.0, "nucleus; 1 is off", number(float, "in (0, 1]", lambda value: 0 < value <= 1))
     flag(g, "--top-k", 0, "0 is off", not_negative)
     g = parser.add_argument_group("signals")
-    flag(g, "--std", "unbiased", "spread that advantages are divided by", choices=["unbiased", "population", "none"])
-    flag(g, "--divergence", "jsd", "loss of eq 1; M3's residual is always fkl's", choices=["jsd", "fkl", "rkl", "rkl-topk"])
-    flag(g, "--lam", 0.5, "lambda of the jsd, inside (0, 1); its ends are fkl and rkl", lambda v: 0 < v < 1)
-    flag(g, "--tau", None, "clip of a token's divergence in nats, above 0: beyond it a token gives no distillation gradient",
-         lambda v: v is None or v > 0, type=float)
-    flag(g, "--distill-scale", 1.0, "factor on the teacher's loss and residuals, above 0: the lever on kappa", above_0)
+    flag(g, "--std", "unbiased", "divides the advantages", choices=["unbiased", "population", "none"])
+    flag(g, "--divergence", "jsd", "of eq 1; M3 takes fkl", choices=["jsd", "fkl", "rkl", "rkl-topk"])
+    flag(g, "--lam", 0.5, "lambda of the jsd", number(
+        float, "in [0.01, 0.99]: the jsd is lam (1 - lam) of the KL near agreement and at most the entropy of"
+        " (lam, 1 - lam), 0.056 at 0.01; further out it fades, and fkl and rkl are its ends",
+        lambda value: 0.01 <= value <= 0.99))
+    flag(g, "--tau", None, "clip of a token's divergence in nats: beyond it the teacher is silent", above_0)
+    flag(g, "--distill-scale", 1.0, "factor on the teacher's loss and residuals: the lever on kappa", above_0)
     flag(g, "--hint", "solution", "what the privileged teacher sees", choices=["solution", "answer"])
-    flag(g, "--reduction", "response", "1/N per response then mean, or one mean over tokens", choices=["response", "token"])
+    flag(g, "--hint-error", 0.0, "toy world: share of problems whose teacher reads a wrong solution", unit)
+    flag(g, "--reduction", "response", "mean of response means, or tokens", choices=["response", "token"])
     g = parser.add_argument_group("method")
-    flag(g, "--alpha", 0.5, "hybrid: weight of distillation, in [0, 1]", lambda v: 0 <= v <= 1)
-    flag(g, "--alpha-max", 0.15, "M3: the teacher's largest share of a token, in [0, 1]", lambda v: 0 <= v <= 1)
-    flag(g, "--beta", 1.0, "M3-Soft and M3-EG: sharpness of the gate")
-    flag(g, "--eps", 0.1, "M3: eps of the normalised residual, in units of its norm, above 0", above_0)
-    flag(g, "--eta-in", 1000.0, "M3-EG: inner step size as a multiple of --lr (a plain step, AdamW's is far larger)")
+    flag(g, "--alpha", 0.5, "hybrid: weight of distillation", unit)
+    flag(g, "--alpha-max", 0.15, "M3: the teacher's largest share of a token", unit)
+    flag(g, "--beta", 1.0, "M3-Soft, and M3-EG with the soft gate: sharpness of the gate", any_number)
+    flag(g, "--eps", 0.1, "M3: eps of the normalised residual, in units of its norm", above_0)
+    flag(g, "--eta-in", 1000.0, "M3-EG: inner (plain) step as a multiple of --lr", any_number)
+    flag(g, "--eg-gate", "select", "M3-EG: whose gate", choices=["select", "soft"])
     flag(g, "--zero-advantage", "teacher", "M3 tokens without a reward signal", choices=["teacher", "skip"])
     flag(g, "--kernel", "local", "how K_DR(n) is computed", choices=["logit", "local", "hutchinson", "exact"])
     g = parser.add_argument_group("optimizer")
-    flag(g, "--lr", 1e-4, "AdamW learning rate, in [0, 1]", lambda v: 0 <= v <= 1)
-    flag(g, "--weight-decay", 0.0, "AdamW's, in [0, 1]", lambda v: 0 <= v <= 1)
-    flag(g, "--clip", 1.0, "largest gradient norm, above 0", above_0)
+    flag(g, "--lr", 1e-4, "AdamW learning rate", unit)
+    flag(g, "--weight-decay", 0.0, "AdamW's", unit)
+    flag(g, "--clip", 1.0, "largest gradient norm", above_0)
     flag(g, "--micro-batch", 0, "rows per training pass, sorted by length; 0 is all", not_negative)
-    flag(g, "--sample-batch", 0, "prompts sampled at a time, 0 is all (neither changes a result, but hutchinson's)", not_negative)
-    g.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations: less memory, more time")
-    flag(g, "--vocab-chunk", 4096, "response tokens whose logits exist at one time, at least 1", at_least_1)
+    flag(g, "--sample-batch", 0, "prompts sampled at a time; 0 is all", not_negative)
+    g.add_argument("--gradient-checkpointing", help="recompute activations: less memory, more time", **switch)
+    flag(g, "--vocab-chunk", 4096, "response tokens whose logits exist at one time", at_least_1)
     g = parser.add_argument_group("run")
-    flag(g, "--seed", 0, "governs every random draw; 0 to 2^32 - 1", lambda v: 0 <= v < 2**32)
+    flag(g, "--seed", 0, "governs every random draw",
+         number(int, "a whole number from 0 to 2^32 - 1", lambda value: 0 <= value < 2**32))
     flag(g, "--device", "auto", "cpu, cuda, cuda:1, mps; auto takes a GPU where there is one")
-    flag(g, "--dtype", "auto", "of a real model; auto is bfloat16 on cuda", choices=["auto", "float32", "bfloat16"])
+    flag(g, "--dtype", "auto", "auto: bfloat16 on cuda, if not toy", choices=["auto", "float32", "bfloat16"])
     flag(g, "--threads", 0, "CPU threads; 0 leaves torch's choice", not_negative)
-    flag(g, "--eval-every", 20, "steps between greedy evaluations, at least 1", at_least_1)
-    flag(g, "--eval-limit", 200, "held-out problems per evaluation, at least 1", at_least_1)
-    flag(g, "--stats-every", 1, "steps between kappa and phi (two extra backward passes); 0 is never")
-    flag(g, "--kdr-every", 1, "steps between conflict shares in the log (M3's gates need K_DR anyway); 0 is never")
-    flag(g, "--save-every", 50, "steps between checkpoints, at least 1; the last step is always saved", at_least_1)
-    flag(g, "--occupancy-every", 0, "steps between cross-fitted occupancies (4 backward passes, 2 forward); 0 is never")
-    g.add_argument("--stop-on-collapse", action="store_true", help="end when reward stays below 0.05 for ten steps")
-    g.add_argument("--swa", action="store_true", help="at the end, also evaluate the mean of the last two checkpoints")
+    flag(g, "--eval-every", 20, "steps between greedy evaluations", at_least_1)
+    flag(g, "--eval-limit", 200, "held-out problems per evaluation", at_least_1)
+    flag(g, "--stats-every", 1, "steps between kappa and phi (2 backward passes); 0 is never", not_negative)
+    flag(g, "--kdr-every", 1, "steps between conflict shares in the log; 0 is never", not_negative)
+    flag(g, "--save-every", 50, "steps between checkpoints; the last step is always saved", at_least_1)
+    flag(g, "--occupancy-every", 0, "steps between occupancies (4 backward passes); 0 is never", not_negative)
+    g.add_argument("--stop-on-collapse", help="end when reward stays below 0.05 for ten steps", **switch)
+    g.add_argument("--swa", help="at the end, also evaluate the mean of the last two checkpoints", **switch)
     flag(g, "--out", "", "folder of this run; by default runs/<time>-<method>")
     flag(g, "--resume", "", "go on with the run in this folder from its last checkpoint")
     g = parser.add_argument_group("instead of one run")
-    g.add_argument("--probe", action="store_true", help="ten steps of hybrid, then which method the paper's rule advises")
-    g.add_argument("--compare", nargs="+", choices=METHODS, metavar="METHOD",
-                   help="train each METHOD on the same seeds, one process per core; table and figure in --out")
-    g.add_argument("--compare-teachers", dest="compare", action="store_const", const=["privileged", *TOY_TEACHERS],
-                   help="the same for opd under each teacher of the toy world")
-    flag(g, "--seeds", 3, "seeds 0, 1, ... of a comparison, at least 1", at_least_1)
-    g.add_argument("--plot", nargs="+", metavar="FOLDER", help="draw curves.png into the first FOLDER and stop")
+    g.add_argument("--probe", action="store_true", help="ten steps of hybrid, then the paper's advice")
+    g.add_argument("--compare", nargs="+", choices=list(methods), metavar="METHOD",
+                   help="train each METHOD on the same seeds, one process a core; table and picture in --out")
+    g.add_argument("--compare-teachers", dest="compare", action="store_const",
+                   const=["privileged", *TOY_TEACHERS], help="the same: opd under each toy teacher")
+    flag(g, "--seeds", 3, "seeds 0, 1, ... of a comparison", at_least_1)
+    g.add_argument("--plot", nargs="+", metavar="FOLDER", help="draw curves.png into the first FOLDER")
 
-    argv = sys.argv[1:] if argv is None else argv
-    flags = parser.parse_args(argv)
-    argv = PRESETS.get(flags.preset, "").split() + [*argv]
-    if flags.resume:
-        with or_fail(f"--resume: cannot read {flags.resume}/config.json"):
-            saved = json.loads((pathlib.Path(flags.resume) / "config.json").read_text())
-        parser.set_defaults(**{k: v for k, v in saved.items() if k in vars(flags)})
-        argv += ["--out", flags.resume]
-    flags = parser.parse_args(argv)
-    flags.defaults = {k: parser.get_default(k) for k in vars(flags)}
-    for name, value in ((name, vars(flags)[name]) for name in rules):
-        if not rules[name](value) or isinstance(value, float) and not math.isfinite(value):
-            fail(f"--{name.replace('_', '-')} {value} is out of range: {texts[name]}")
-    WORLD == 1 or not flags.compare or fail("--compare starts its own processes: leave out torchrun")
-    flags.prompts_per_step % WORLD and fail(f"--prompts-per-step must be a multiple of the {WORLD} processes")
+    argv = [*(sys.argv[1:] if argv is None else argv)]
+    given = parser.parse_args(argv)
+    argv = PRESETS.get(given.preset, "").split() + argv  # the command line's own flags win
+    if not given.resume:
+        return check_flags(parser.parse_args(argv))
+    config = as_argv(read_config(given.resume, vars(given)))
+    saved, flags = (check_flags(parser.parse_args(one)) for one in (config, config + argv))
+    return check_resume(given, saved, flags)
+
+def check_flags(flags):
+    """`flags` with "auto" decided; what is wrong only together ends here."""
+    if WORLD > 1 and flags.compare:
+        fail("--compare starts its own processes: leave out torchrun")
+    if flags.prompts_per_step % WORLD:
+        fail(f"--prompts-per-step must be a multiple of the {WORLD} processes")
     if flags.model == "toy" != flags.dataset:
         fail("--dataset: the toy model only knows the toy world; give a --model")
     if flags.model != "toy" and {flags.teacher, *(flags.compare or ())} & {*TOY_TEACHERS}:
-        fail(f"--compare-teachers, --teacher {' and '.join(TOY_TEACHERS)} are the toy world's; give a folder or hub id")
+        fail(f"--compare-teachers, --teacher {' and '.join(TOY_TEACHERS)} are the toy world's; give a folder")
     if flags.method in ("rlsd", "sdpo") and (flags.lora_rank or flags.teacher != "privileged"):
-        fail(f"--method {flags.method} moves its teacher along: it needs --lora-rank 0 and --teacher privileged")
+        fail(f"--method {flags.method} moves its teacher: it needs --lora-rank 0 and --teacher privileged")
+    if flags.hint_error and (flags.dataset != "toy" or flags.teacher != "privileged"):
+        fail("--hint-error misleads the toy world's privileged teacher: leave out --dataset and --teacher")
     if flags.probe:
         flags.method, flags.steps, flags.stats_every, flags.kdr_every = "hybrid", 10, 1, 1
     if flags.device == "auto":
@@ -185,8 +232,49 @@ def parse_flags(argv):
     if flags.dtype == "auto":
         flags.dtype = "bfloat16" if "cuda" in flags.device and flags.model != "toy" else "float32"
     if flags.method == "m3-eg" and flags.dtype == "bfloat16" and not flags.lora_rank:
-        fail("--method m3-eg: its inner step is lost in bfloat16 weights; take --dtype float32 or --lora-rank")
+        fail("--method m3-eg: its inner step is lost in bfloat16; take --dtype float32 or --lora-rank")
     return flags
+
+def check_resume(given, saved, flags):
+    """`flags` of a run that goes on in its folder. given: the command line alone; saved: what the run was."""
+    if given.compare or flags.compare:
+        fail("--resume is for one run; a --compare goes on when the same command is given again")
+    if given.out and pathlib.Path(given.out).resolve() != pathlib.Path(given.resume).resolve():
+        fail(f"--out {given.out}: a run goes on in its own folder, leave it out with --resume")
+    if not newest_checkpoint(pathlib.Path(given.resume)):
+        fail(f"--resume {given.resume}: no checkpoint yet: give its first command again, or delete it")
+    for key in differing(saved, flags, MAY_CHANGE):
+        fail(f"{dashed(key)} {vars(flags)[key]}: the run in {given.resume} has {vars(saved)[key]!r}, it"
+             " cannot change on the way; leave it out, or start another run with --out")
+    flags.out = given.resume
+    return flags
+
+def differing(one, two, free):
+    """Names of the flags in which two runs differ, but for those that are `free` to."""
+    return [key for key in vars(one) if key not in [*free, *NOT_A_RUN] and vars(one)[key] != vars(two)[key]]
+
+def dashed(key):
+    return "--" + key.replace("_", "-")
+
+def as_argv(config):
+    """A config.json as a command line, so that it is read by the same rules."""
+    argv = []
+    for key, value in config.items():
+        if isinstance(value, bool):
+            argv += [dashed(key)] if value else []
+        elif value is not None:
+            argv.append(f"{dashed(key)}={value}")
+    return argv
+
+def read_config(folder, known):
+    """config.json of a run, with the flags that are `known` here."""
+    path = pathlib.Path(folder).resolve()
+    with or_fail(f"--resume: cannot read {folder}/config.json"):
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if "method" not in config and (path.parent / "metrics.jsonl").exists():  # a checkpoint's own
+            newest = newest_checkpoint(path.parent)
+            fail(f"--resume {folder} is a checkpoint; --resume {path.parent}, its run, goes on from {newest}")
+        return {key: value for key, value in config.items() if key in known and key not in NOT_A_RUN}
 
 def fail(message, code=2):
     """A user's mistake: one line that names the mend, exit code 2, no traceback."""
@@ -436,7 +524,118 @@ def load_model(path, dtype, device, flag="--model"):
         print(f"{path}: no pad token; the end token {tokenizer.pad_token!r} pads (masks go by length, not by id)")
     return model.to(device).eval(), tokenizer, eos_ids
 
-# --- Saving: nothing half-written ever stands under its final name ---------------------------------------------------
+# --- Saving: nothing stands half-written under its name; only what this program wrote is replaced -----------
+
+OURS = re.compile(r"checkpoint-\d+|last|(config|summary)\.json|(metrics|samples)\.jsonl|non-finite-.*\.pt"
+                  r"|report\.html|curves\.png|\..*\.\d+\.tmp")  # all that a run puts into its folder
+
+@contextlib.contextmanager
+def locked(folder):
+    """Nobody else runs in `folder` meanwhile. The kernel holds the lock: a killed process leaves none. It is
+    on the folder itself: no file is left. Where there are no such locks (Windows), none is taken."""
+    handle = None
+    if fcntl:
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"{folder} is in use by another process: wait until it ends, or give another --out")
+        except OSError:
+            pass  # a network drive without locks
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+def new_folder(name):
+    """`name`, or name-2, name-3, ...: mkdir makes a folder or fails, so two runs never get the same one."""
+    for number in itertools.count(1):
+        with contextlib.suppress(FileExistsError):
+            folder = pathlib.Path(name if number == 1 else f"{name}-{number}")
+            folder.mkdir(parents=True)
+            return folder
+
+@contextlib.contextmanager
+def claim(flags):
+    """Make flags.out this run's own folder and hold it. Rank 0 does so, and tells the others."""
+    if RANK > 0:
+        yield
+        return
+    name = flags.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{flags.method}"
+    made = not flags.out or not pathlib.Path(name).exists()
+    with or_fail(f"--out {name}: cannot write there, give another folder"):
+        out = pathlib.Path(name) if flags.out else new_folder(name)
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    flags.out = str(out)
+    try:
+        with locked(out):
+            if (out / "last").is_dir() and not (out / "last").is_symlink():
+                fail(f"{out}/last is a folder, not a link (was the run copied?): move it away")
+            if not flags.resume and (out / "metrics.jsonl").exists() and standing(out, flags) != "new":
+                fail(f"--out {out} already holds a run: give another folder, or --resume {out}")
+            yield
+    finally:
+        if made:  # and the run ended before it wrote anything: rmdir removes no folder that holds something
+            with contextlib.suppress(OSError):
+                out.rmdir()
+
+def standing(folder, flags):
+    """How far the run of these flags has come in its folder: "new", "broken" or "finished". Anything else
+    in the folder ends the program."""
+    names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    if "config.json" in names:
+        saved = parse_flags(as_argv(read_config(folder, vars(flags))))
+        for key in differing(saved, flags, NEUTRAL):
+            fail(f"{folder} holds a run with {dashed(key)} {vars(saved)[key]}, not {vars(flags)[key]}:"
+                 " give another --out")
+        if newest_checkpoint(folder):
+            with contextlib.suppress(OSError, ValueError):
+                ended = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+                if ended["steps"] == flags.steps or flags.stop_on_collapse and ended["collapsed_at"]:
+                    return "finished"
+            return "broken"
+    strange = sorted(name for name in names if not OURS.fullmatch(name) or name.startswith("checkpoint-"))
+    if strange:
+        fail(f"{folder} holds {strange[0]} and no complete checkpoint: move it away, or give another --out")
+    return "new"  # or never got to a checkpoint: started in place, the same flags write the same log again
+
+def complete(folder):
+    """Is this a whole checkpoint? write_folder leaves no other, a copy or a clean-up may."""
+    weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    return bool(weights) and (folder / "trainer.pt").is_file() and (folder / "config.json").is_file()
+
+def newest_checkpoint(out):
+    """The folder of the newest complete checkpoint, or None: the one `last` names (a link, or a text file
+    where there are no links), else the one of the highest number that the log has got to."""
+    last = out / "last"
+    with contextlib.suppress(OSError, ValueError):
+        name = os.readlink(last) if last.is_symlink() else last.read_text(encoding="utf-8").strip()
+        if re.fullmatch(r"checkpoint-\d+", name) and complete(out / name):
+            return out / name
+    with contextlib.suppress(OSError):
+        logged = (out / "metrics.jsonl").read_bytes().count(b"\n") - 1
+        names = [folder.name for folder in out.iterdir() if re.fullmatch(r"checkpoint-\d+", folder.name)]
+        for step in sorted((int(name[11:]) for name in names), reverse=True):  # as text, 1000 < 900
+            if step <= logged and complete(out / f"checkpoint-{step}"):
+                return out / f"checkpoint-{step}"
+    return None
+
+def steps_left(flags, log):
+    """The steps still to be trained. Of a run that has ended there are none, and that is said."""
+    last, over = (log[-1]["step"], log[-1]["collapsed"] and flags.stop_on_collapse) if log else (0, False)
+    if flags.steps < last:
+        fail(f"--steps {flags.steps}: the run in {flags.out} has {last} already")
+    if over or flags.steps == last:
+        print(f"the run in {flags.out} is finished, {last} steps; with a larger --steps it goes on")
+        return range(0)
+    return range(last + 1, flags.steps + 1)
+
+def swa_folders(out, saved):
+    """The last two checkpoints that this run wrote, at the steps `saved`: none abandoned by going back."""
+    folders = [out / f"checkpoint-{step}" for step in saved]
+    return [folder for folder in folders if complete(folder)][-2:]
 
 def write_folder(folder, fill):
     """Let `fill(temporary folder)` write, flush it to disk, then rename it to `folder` in one step."""
@@ -448,7 +647,11 @@ def write_folder(folder, fill):
         for file in filter(pathlib.Path.is_file, temporary.rglob("*")):
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():  # of a run that was taken back to an earlier step
+            if {file.name for file in folder.iterdir()} <= {file.name for file in temporary.iterdir()}:
+                shutil.rmtree(folder)
+            else:  # something else lies in it
+                folder.rename(new_folder(f"{folder}-before"))
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -456,31 +659,63 @@ def write_folder(folder, fill):
 def save_checkpoint(out, step, model, tokenizer, state):
     """checkpoint-N: a folder that from_pretrained loads, plus trainer.pt; then `last` is pointed at it."""
     def fill(tmp):
+        # The start model's own sampling settings can be unfit to be saved again; no run uses them.
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        ids = {name: getattr(model.generation_config, name, None) for name in names}
+        model.generation_config = transformers.GenerationConfig(**ids)
         model.save_pretrained(tmp, state_dict=m3.merged_state(model))  # plain weights, adapter and all
         tokenizer.save_pretrained(tmp)
         torch.save(state, tmp / "trainer.pt")
-    folder = out / f"checkpoint-{step}"
+
+    folder, link = out / f"checkpoint-{step}", out / f".last.{os.getpid()}.tmp"
     # A full disk is an OSError, a RuntimeError or a SafetensorError, by who writes.
-    with or_fail(f"cannot save {folder}; make room, then --resume {out}: the checkpoint before it is whole", code=1):
+    with or_fail(f"cannot save {folder}; once that is mended, {how_to_go_on(out)}", code=1):
         write_folder(folder, fill)
-        link = out / f".last.{os.getpid()}.tmp"
         link.unlink(missing_ok=True)
-        link.symlink_to(folder.name)
-        link.replace(out / "last")  # rename over the old link: there is always a `last`
+        try:
+            link.symlink_to(folder.name)
+        except (OSError, NotImplementedError):  # exFAT, Windows, a cloud drive
+            link.write_text(folder.name + "\n", encoding="utf-8")
+        link.replace(out / "last")  # rename over the old one: there is always a `last`
+
+def how_to_go_on(out):
+    newest = newest_checkpoint(pathlib.Path(out))
+    return f"--resume {out} goes on from {newest.name}" if newest else (
+        "give the same command again: there is no checkpoint yet")
+
+def sweep(out):
+    """Remove what a killed process left half-written; the folder is locked, so nobody is writing now."""
+    for rest in out.iterdir():
+        if re.fullmatch(r"\.(checkpoint-\d+|last|\w+\.jsonl?)\.\d+\.tmp", rest.name):
+            if rest.is_dir() and not rest.is_symlink():
+                shutil.rmtree(rest)
+            else:
+                rest.unlink()
+
+def write_config(out, flags):
+    """config.json: what the run is. A resume writes it again, so that the next one needs no flags."""
+    replace_text(out / "config.json", json.dumps(config_of(flags), indent=1))
+
+def config_of(flags):
+    return {key: value for key, value in vars(flags).items() if key not in NOT_A_RUN}
+
+# A lone half of a surrogate pair has no UTF-8; backslashreplace writes it as JSON does, "\ud83d".
+UTF8 = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 def replace_text(path, text):
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     if RANK == 0:
-        temporary.write_text(text)
+        temporary.write_text(text, **UTF8)
         temporary.replace(path)
 
 def read_log(path):
     """Lines of metrics.jsonl or samples.jsonl; a last one that a kill has cut in two is left out."""
-    return [json.loads(line) for line in path.read_text(errors="replace").split("\n")[:-1]]
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
 
 def append_line(path, record):
     """One JSON object, one write: a kill cannot leave two halves of a line apart."""
-    with open(path if RANK == 0 else os.devnull, "a") as file:
+    with open(path if RANK == 0 else os.devnull, "a", **UTF8) as file:
         file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 # --- Several processes: prompts are split by rank, gradients summed; what is logged or decided is of the whole batch ---
@@ -897,104 +1132,220 @@ collapsed             {'no' if at is None else f'at step {at}'}, {summary['steps
 files                 {out}: metrics.jsonl, samples.jsonl, summary.json, last/ (from_pretrained loads it)""")
     return summary
 
+def smooth(log, key, window, middle):
+    """{step: mean (or median, if `middle`) of the last `window` known values}."""
+    recent, curve = [], {}
+    for line in log:
+        if line.get(key) is not None:
+            recent = [*recent, line[key]][-window:]
+            curve[line["step"]] = sorted(recent)[len(recent) // 2] if middle else mean(recent)
+    return curve
+
+PANELS = [("reward", "sampled reward, mean of 10 steps", 10), ("accuracy", "greedy accuracy", 1),
+          ("kappa", "kappa = |g_R| / |g_D|, mean of 10", 10), ("conflict", "conflict share, mean of 10", 10)]
+TEACHER_PANELS = [("loss_D", "distillation loss, median of 9 steps", 9), ("accuracy", "greedy accuracy", 1),
+                  ("mu", "mu = |g|^2 / 2L, median of 9 steps", 9)]  # those of [VLS]
+
 def plot(folders, file):
-    """Panels from the logs alone: a line per method, or per teacher where these differ; mean and range over its seeds."""
+    """Panels from logs alone: a line per method or, if they differ, teacher, mean and range over seeds."""
     with or_fail("--plot and --compare draw with matplotlib: pip install matplotlib"):
         from matplotlib.figure import Figure
     logs = {}
     for folder in map(pathlib.Path, folders):
         with or_fail(f"--plot: cannot read the config.json and metrics.jsonl of {folder}"):
-            config = json.loads((folder / "config.json").read_text())
-            logs.setdefault((config["teacher"], config["method"]), []).append(read_log(folder / "metrics.jsonl"))
-    teachers = len({teacher for teacher, _ in logs}) > 1  # then the panels of [VLS]
-    panels = [("loss_D", "distillation loss, median of 9 steps", 9), ("accuracy", "greedy accuracy", 1),
-              ("mu", "mu = |g|^2 / 2L, median of 9 steps", 9)] if teachers else [
-              ("reward", "sampled reward, mean of 10 steps", 10), ("accuracy", "greedy accuracy", 1),
-              ("kappa", "kappa = |g_R| / |g_D|, mean of 10", 10), ("conflict", "conflict share C_NTK, mean of 10", 10)]
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            runs = logs.setdefault((config["teacher"], config["method"]), [])
+            runs.append(read_log(folder / "metrics.jsonl"))
+    teachers = len({teacher for teacher, _ in logs}) > 1
     figure = Figure(figsize=(17, 3.8), layout="tight")
     axes = figure.subplots(1, 4)
-
-    def smooth(log, key, window):
-        known = [(line["step"], line[key]) for line in log if line[key] is not None]
-        recent = [sorted(value for _, value in known[max(0, i - window + 1):i + 1]) for i in range(len(known))]
-        return {step: x[len(x) // 2] if teachers else sum(x) / len(x) for (step, _), x in zip(known, recent)}
-
     for number, ((teacher, method), runs) in enumerate(logs.items()):
-        look = dict(color=f"C{number % 10}", linestyle="-" if number < 10 else "--", linewidth=1.4)
-        for axis, (key, title, window) in zip(axes, panels):
-            curves = [smooth(log, key, window) for log in runs]
-            x = sorted(set().union(*curves)) or [0]
-            y = [[curve[step] for curve in curves if step in curve] or [math.nan] for step in x]
-            axis.plot(x, [mean(values) for values in y], label=teacher if teachers else method, **look)
-            axis.fill_between(x, [min(v) for v in y], [max(v) for v in y], color=look["color"], alpha=0.12, linewidth=0)
-            axis.set(title=title, xlabel="step", **({"yscale": "log"} if key in ("kappa", "loss_D", "mu") else {"ylim": (0, 1)}))
-        for loss, mu in ((smooth(log, "loss_D", 9), smooth(log, "mu", 9)) for log in (runs if teachers else ())):  # one per seed
+        look = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "linewidth": 1.4}
+        for axis, (key, title, window) in zip(axes, TEACHER_PANELS if teachers else PANELS, strict=False):
+            curves = [smooth(log, key, window, teachers) for log in runs]
+            steps = sorted(set().union(*curves)) or [0]
+            values = [[curve[step] for curve in curves if step in curve] or [math.nan] for step in steps]
+            axis.plot(steps, [mean(some) for some in values], label=teacher if teachers else method, **look)
+            axis.fill_between(steps, [min(some) for some in values], [max(some) for some in values],
+                              color=look["color"], alpha=0.12, linewidth=0)
+            scale = {"yscale": "log"} if key in ("kappa", "loss_D", "mu") else {"ylim": (0, 1)}
+            axis.set(title=title, xlabel="step", **scale)
+        for log in runs if teachers else ():  # one curve per seed
+            loss, mu = (smooth(log, key, 9, True) for key in ("loss_D", "mu"))
             axes[3].plot([loss[step] / (loss[min(loss)] or 1) for step in mu], list(mu.values()), **look)
             axes[3].set(title="mu against the loss that remains", xlabel="L / L_1", yscale="log")
-    axes[1].legend(fontsize=8, loc="best", ncol=1 + len(logs) // 5), [axis.grid(alpha=0.25) for axis in axes]
+    axes[1].legend(fontsize=8, loc="best", ncol=1 + len(logs) // 5)
+    for axis in axes:
+        axis.grid(alpha=0.25)
     if not teachers:
-        rule = axes[2].axhline(5000, color="gray", linestyle=":", linewidth=1, label="5000: the rule says M3-Select")
+        rule = axes[2].axhline(5000, color="gray", linestyle=":", label="5000: the rule says M3-Select")
         axes[2].legend(handles=[rule], fontsize=7, loc="upper left")
     figure.savefig(file, dpi=110)
     print(f"wrote {file}")
 
+def one_of(flags, name, seed, out):
+    """The flags of one run of a comparison, checked as if they had been typed."""
+    what = {"method": name} if name in METHODS else {"method": "opd", "teacher": name}
+    run = config_of(flags) | what | {"seed": seed, "threads": 1, "out": str(out / f"{name}-{seed}")}
+    return parse_flags(as_argv(run))
+
+def start_run(run):
+    """A process for one run of a comparison, in a session of its own: Ctrl-C reaches it by way of us."""
+    argv = as_argv(config_of(run))
+    if standing(pathlib.Path(run.out), run) == "broken":
+        argv += ["--resume", run.out]
+    with open(f"{run.out}.log", "a", encoding="utf-8") as log:
+        own = {"start_new_session": True, "env": os.environ | {"M3_PARENT": str(os.getpid())}}
+        return subprocess.Popen([sys.executable, __file__, *argv], stdout=log, stderr=log, **own)
+
+def run_all(todo):
+    """One process per core until all are done. A signal ends them, saved, and then this process."""
+    waiting, running, failed, signals, begun = list(todo), {}, [], [], time.time()
+
+    def pass_on(number, frame):
+        signals.append(number)
+        for child in running:
+            child.terminate()
+    on_stop(pass_on)
+    while running or (waiting and not signals):
+        while waiting and not signals and len(running) < os.cpu_count():
+            run = waiting.pop(0)
+            child = start_run(run)
+            running[child] = run
+            if signals:  # it came while the child was started
+                child.terminate()
+        time.sleep(0.1)
+        for child in [child for child in running if child.poll() is not None]:
+            run, code = running.pop(child), child.returncode
+            done = len(todo) - len(waiting) - len(running)
+            left = (time.time() - begun) / done * (len(todo) - done) / 60
+            what = f"ended with {code}" if code else "is done"
+            print(f"{run.out} {what}: {done} of {len(todo)} runs, {left:.0f} minutes left", flush=True)
+            if code:
+                said = pathlib.Path(f"{run.out}.log").read_text(encoding="utf-8", errors="replace").strip()
+                failed.append((f"{run.out}.log: {said.splitlines()[-1] if said else code}", max(code, 1)))
+            if code == 2:  # a user's mistake, and the others would make it as well
+                waiting.clear()
+    if signals:
+        fail(f"stopped by signal {signals[0]}, all is saved: the same command goes on", 128 + signals[0])
+    if failed:
+        fail(*failed[0])
+
 def compare(flags):
-    """METHODS or TEACHERS x seeds, each in its own single-threaded process; finished runs are kept, broken ones resumed."""
-    out, names = pathlib.Path(flags.out or f"runs/{flags.preset or 'compare'}"), flags.compare
-    out.mkdir(parents=True, exist_ok=True)
-    if flags.model == "toy":  # made before the children start, so that it is made once
-        [toy_model(kind) for kind in {"base", flags.teacher, *names} & {"base", *TOY_TEACHERS}]
-    passed = [x for k, v in vars(flags).items() if k not in [*NOT_SAVED, "out"] and v != flags.defaults[k]
-              for x in ([f"--{k.replace('_', '-')}"] + ([] if v is True else [str(v)]))]
+    """METHODS or TEACHERS x seeds, one table. Finished runs of these flags are kept, broken ones resumed."""
+    out, names = pathlib.Path(flags.out or f"runs/{flags.preset or 'compare'}"), list(flags.compare)
+    with or_fail(f"--out {out}: cannot write there, give another folder"):
+        out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        runs, finished, known = {}, set(), METHODS if names[0] in METHODS else ["privileged", *TOY_TEACHERS]
+        for name in known:
+            if name not in names and not (out / f"{name}-0" / "config.json").exists():
+                continue
+            some = {(name, seed): one_of(flags, name, seed, out) for seed in range(flags.seeds)}
+            ended = {key for key, run in some.items() if standing(pathlib.Path(run.out), run) == "finished"}
+            if name in names or len(ended) == flags.seeds:  # an earlier comparison's rows stay in the table
+                runs |= some
+                finished |= ended
+        if flags.model == "toy":  # made before the children start, so that it is made once
+            for kind in sorted({"base", flags.teacher, *names} & {"base", *TOY_TEACHERS}):
+                toy_model(kind)
+        by_seed = sorted(runs, key=lambda key: key[1])
+        todo = [runs[key] for key in by_seed if key not in finished]
+        print(f"{len(runs)} runs in {out}, {len(todo)} to train, {os.cpu_count()} at a time", flush=True)
+        run_all(todo)
+        text = tabulate(runs)
+        replace_text(out / "table.md", text)
+        spread = f"mean ± standard deviation over {flags.seeds} seeds, " if flags.seeds > 1 else ""
+        print(f"{text}{spread}saved in {out}/table.md")
+        plot([run.out for run in runs.values()], out / "curves.png")
 
-    def one_run(key):
-        (name, seed), folder, started = key, out / f"{key[0]}-{key[1]}", time.time()
-        if (folder / "summary.json").exists():
-            return folder
-        if folder.exists() and not (folder / "last").exists():
-            shutil.rmtree(folder)  # it never reached a checkpoint
-        what = ["--method", name] if name in METHODS else ["--method", "opd", "--teacher", name]
-        argv = [sys.executable, __file__, *passed, *what, "--seed", str(seed), "--threads", "1",
-                "--resume" if folder.exists() else "--out", str(folder)]
-        with open(f"{folder}.log", "a") as log:
-            if code := subprocess.run(argv, stdout=log, stderr=log).returncode:
-                fail(f"{name}, seed {seed} ended with {code}, see {folder}.log", code=1)
-        print(f"{name}, seed {seed}: {time.time() - started:.0f} s", flush=True)
-        return folder
-
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        keys = [(name, seed) for seed in range(flags.seeds) for name in names]
-        folders = dict(zip(keys, pool.map(one_run, keys)))
-    columns = ["accuracy_start", "accuracy_end", *("reward_first20 reward_last20 kappa_mean conflict_mean" if names[0] in METHODS
-               else "accuracy_teacher gap_recovery loss_reduction_max loss_reduction_final gamma d_par cka_min").split()]
-    table = [["method" if names[0] in METHODS else "teacher", *columns, "collapsed", "at step"], ["---"] * (len(columns) + 3)]
+def tabulate(runs):
+    """Markdown, a row per method or teacher, mean ± deviation over seeds. runs: {(name, seed): flags}."""
+    names = list(dict.fromkeys(name for name, _ in runs))
+    methods = names[0] in METHODS
+    columns = ["accuracy_start", "accuracy_end", *(
+        "reward_first20 reward_last20 kappa_mean conflict_mean" if methods else
+        "accuracy_teacher gap_recovery loss_reduction_max loss_reduction_final gamma d_par cka_min").split()]
+    head = ["method" if methods else "teacher", *columns, "collapsed", "at step"]
+    table = [head, ["---"] * len(head)]
     for name in names:
-        runs = [json.loads((folders[name, seed] / "summary.json").read_text()) for seed in range(flags.seeds)]
-        values = [[run[key] for run in runs if run.get(key) is not None] for key in columns]
-        cells = [f"{mean(v):.3g} ± {torch.tensor(v).std().item() if len(v) > 1 else 0:.2g}" if v else "-" for v in values]
-        at = [str(run["collapsed_at"]) for run in runs if run["collapsed_at"] is not None]
-        table.append([name, *cells, f"{len(at)} of {len(runs)}", ", ".join(at) or "-"])
-    text = "".join("| " + " | ".join(row) + " |\n" for row in table)
-    replace_text(out / "table.md", text)
-    print(f"{text}mean ± standard deviation over {flags.seeds} seeds, saved in {out}/table.md")
-    plot(folders.values(), out / "curves.png")
+        row, ended = [name], []
+        for key, run in runs.items():
+            if key[0] == name:
+                ended.append(json.loads((pathlib.Path(run.out) / "summary.json").read_text(encoding="utf-8")))
+        for column in columns:
+            known = [run[column] for run in ended if run.get(column) is not None]
+            spread = f" ± {torch.tensor(known).std().item():.2g}" if len(known) > 1 else ""
+            row.append(f"{mean(known):.3g}{spread}" if known else "-")
+        at = [str(run["collapsed_at"]) for run in ended if run["collapsed_at"] is not None]
+        table.append([*row, f"{len(at)} of {len(ended)}", ", ".join(at) or "-"])
+    return "".join("| " + " | ".join(row) + " |\n" for row in table)
+
+class Printer:
+    """A stream on which printing ends no run: "?" for what it cannot encode, nothing to a closed terminal."""
+    def __init__(self, stream):
+        self.stream = stream
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+    def write(self, text):
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+
+    def flush(self):
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+def on_stop(handler):
+    """handler(number, frame) for Ctrl-C, kill and a closed terminal; but what nohup ignores stays ignored."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number and (name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN):
+            signal.signal(number, handler)
+
+def end_with_parent():
+    """If the comparison that started this run is killed outright, the run saves and ends too."""
+    parent = int(os.environ.pop("M3_PARENT", 0))
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+    if parent:
+        threading.Thread(target=watch, daemon=True).start()
+
+def one_run(flags):
+    if flags.top_k or flags.top_p < 1:
+        print("--top-k and --top-p filter what is sampled. What is scored, trained and logged (log pi of eq"
+              " 2, entropy) is the unfiltered policy; replies are not drawn from it: eq 2 is biased.")
+    with claim(flags):
+        summary = train(flags)
+    if flags.probe:
+        print(ntk.probe_verdict(summary["kappa_mean"], summary["conflict_mean"])[1])
+    if WORLD > 1:
+        torch.distributed.destroy_process_group()
 
 def main(argv=None):
-    flags = parse_flags(argv)
-    if flags.plot:
-        return plot(flags.plot, pathlib.Path(flags.plot[0]) / "curves.png")
-    if flags.compare:
-        return compare(flags)
-    try:
-        with or_fail("the disk failed; make room, then --resume the folder", OSError, code=1):
-            summary = train(flags)
-    except torch.OutOfMemoryError:
-        fail("out of memory: lower --micro-batch, --sample-batch, --vocab-chunk or --max-new-tokens, or add"
-             " --gradient-checkpointing", code=1)
-    except KeyboardInterrupt:  # from the first step on, Ctrl-C is train()'s: it saves
-        fail("stopped before the first step: nothing to save", code=130)
-    flags.probe and print(ntk.probe_verdict(summary["kappa_mean"], summary["conflict_mean"])[1])
-    WORLD == 1 or torch.distributed.destroy_process_group()
+    end_with_parent()
+    with contextlib.redirect_stdout(Printer(sys.stdout)), contextlib.redirect_stderr(Printer(sys.stderr)):
+        flags = parse_flags(argv)
+        try:
+            if flags.plot:
+                plot(flags.plot, pathlib.Path(flags.plot[0]) / "curves.png")
+            elif flags.compare:
+                compare(flags)
+            else:
+                one_run(flags)
+        except torch.OutOfMemoryError:
+            fail("out of memory: lower --micro-batch, --sample-batch, --vocab-chunk or --max-new-tokens,"
+                 " or add --gradient-checkpointing", code=1)
+        except OSError as error:
+            fail(f"the disk failed ({error}); once that is mended, {how_to_go_on(flags.out)}", code=1)
+        except KeyboardInterrupt:  # from the first step on, Ctrl-C is train()'s: it saves
+            fail("stopped before the first step: nothing to save", code=130)
 
 if __name__ == "__main__":
     main()
