@@ -16,10 +16,14 @@ whose mathematics lives in m3.py and whose statistics live in ntk.py. Departures
      the clip and the moments' memory.
 """
 
-import argparse, concurrent.futures, contextlib, copy, csv, functools, hashlib, inspect, io, json, math, os, pathlib, random
-import itertools, re, shutil, signal, subprocess, sys, tempfile, time, zlib
+import argparse, contextlib, copy, csv, functools, hashlib, inspect, io, json, math, os, pathlib, random
+import itertools, re, shutil, signal, subprocess, sys, tempfile, threading, time, zlib
 
 import torch, transformers
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -41,7 +45,6 @@ MIX = {"gradnorm": lambda g: m3.gradnorm_weights(g["norm_R"], g["norm_D"]),
        "pcgrad": lambda g: m3.pcgrad_weights(g["norm_R"], g["norm_D"], g["phi"]),
        "minnorm": lambda g: (1 - (a := ntk.min_norm_alpha(g["norm_R"], g["norm_D"], g["phi"])), a)}
 FIELDS = ["prompt", "answer", "solution"]
-NOT_SAVED = ["plot", "compare", "seeds", "preset", "resume", "probe", "defaults"]
 METHODS = ["grpo", "opd", "hybrid", *MIX, "rlsd", "sdpo", *GATE]
 TOY_TEACHERS, CACHE = ["self-rl", "larger"], pathlib.Path("runs/cache")  # of what the toy world makes
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
@@ -398,7 +401,7 @@ def toy_model(kind="base"):
             return toy_tokenizer().save_pretrained(tmp), toy_base_model(0, larger=kind == "larger").save_pretrained(tmp)
         subprocess.run([sys.executable, __file__, *SELF_RL.split(), "--out", tmp / "run"], check=True,  # alone, not as a rank
                        stdout=subprocess.DEVNULL, env=os.environ | {"RANK": "0", "WORLD_SIZE": "1"})
-        return [shutil.move(file, tmp) for file in (tmp / "run" / "last").resolve().iterdir()]
+        return [shutil.move(file, tmp) for file in newest_checkpoint(tmp / "run").iterdir()]
     path = toy_path(kind)
     if not path.exists():
         print(f"toy {kind} model: training it once, a minute or two, then kept in {path}", flush=True)
@@ -784,19 +787,14 @@ def train(flags):
             sys.stdout = sys.stdout if RANK == 0 else open(os.devnull, "w")
         here = f":{os.environ['LOCAL_RANK']}" if WORLD > 1 and flags.device == "cuda" else ""
         device = torch.empty(0, device=flags.device + here).device
-    out = pathlib.Path(gather(flags.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{flags.method}")[0])
-    unread, resumed = (f"--resume: cannot read {out}/last with these flags; to take an earlier checkpoint:"
+    out = pathlib.Path(gather(flags.out)[0])
+    unread, resumed = (f"--resume: cannot read a checkpoint of {out} with these flags; to take an earlier one:"
                        f" ln -sfn checkpoint-N {out}/last"), None
     if flags.resume:
-        if not (out / "last").exists():
-            fail(f"--resume: {out} has no checkpoint yet: delete it and start again with --out")
+        newest = newest_checkpoint(out)
+        print(f"goes on from {newest}")
         with or_fail(unread):
-            resumed = torch.load(out / "last" / "trainer.pt", map_location="cpu", weights_only=True)
-    elif (out / "metrics.jsonl").exists():
-        fail(f"--out {out} already holds a run: give another folder, or --resume {out}")
-    with or_fail(f"--out {out}: cannot write there, give another folder"):
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
+            resumed = torch.load(newest / "trainer.pt", map_location="cpu", weights_only=True)
 
     # --- problems, student, teacher ----------------------------------------------------------------------------------
     base, other, tokenizer, eos_ids, shots, problems, held_out = load(flags, device)
@@ -810,7 +808,7 @@ def train(flags):
         if resumed and flags.lora_rank:
             model.load_state_dict(resumed["adapter"], strict=False)
         elif resumed:
-            model.load_state_dict(type(base).from_pretrained(out / "last", dtype=base.dtype).state_dict())
+            model.load_state_dict(type(base).from_pretrained(newest, dtype=base.dtype).state_dict())
     with or_fail(f"--model {flags.model} cannot be trained with these flags", ValueError):
         (backbone, head), (teacher_backbone, teacher_head) = m3.split_head(model), m3.split_head(teacher)
         if flags.kernel == "local":  # refuses an architecture it does not know now, not after the first rollouts
@@ -829,7 +827,7 @@ def train(flags):
     optimizer = torch.optim.AdamW(masters, lr=flags.lr, weight_decay=flags.weight_decay)
 
     # Everything but weights and moments is read back from the log, whose lines after the checkpoint are dropped.
-    first, s_bar, log, samples, broken, interrupted = 1, None, [], [], 0, []
+    first, s_bar, log, samples, broken, interrupted, saved = 1, None, [], [], 0, [], []
     if resumed:
         with or_fail(unread):
             optimizer.load_state_dict(resumed["optimizer"])
@@ -838,13 +836,14 @@ def train(flags):
                 master.data.copy_(value)
             teacher.load_state_dict(resumed.get("teacher", teacher.state_dict()))
             first, s_bar = resumed["step"] + 1, resumed["s_bar"]
+            saved = resumed.get("saved", [resumed["step"]])
             log, samples = ([line for line in read_log(out / f"{name}.jsonl") if line["step"] < first]
                             for name in ("metrics", "samples"))
             assert [line["step"] for line in log] == list(range(first)), "metrics.jsonl lacks steps"
-        for rest in out.glob(".*.tmp") if RANK == 0 else ():  # of a process that was killed while it wrote
-            rest.unlink() if rest.is_symlink() or rest.is_file() else shutil.rmtree(rest)
-    else:
-        replace_text(out / "config.json", json.dumps({k: v for k, v in vars(flags).items() if k not in NOT_SAVED}, indent=1))
+    left = steps_left(flags, log)
+    if RANK == 0:
+        sweep(out)
+    write_config(out, flags)
     for name, lines in ("metrics", log), ("samples", samples):
         replace_text(out / f"{name}.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     size = sum(p.numel() for p in params)
@@ -852,7 +851,7 @@ def train(flags):
     print(f"{flags.method} | seed {flags.seed} | {device}, {torch.get_num_threads()} threads | torch {torch.__version__},"
           f" transformers {transformers.__version__} | {size:,} trainable parameters, about {held / 2**30:.2g} GB for weights,"
           f" moments and gradients, activations not counted | {WORLD} process{'es' * (WORLD > 1)} | {out}")
-    [signal.signal(name, lambda number, frame: interrupted.append(number)) for name in (signal.SIGINT, signal.SIGTERM)]
+    on_stop(lambda number, frame: interrupted.append(number))
 
     if first == 1:
         before, _ = evaluate(model, tokenizer, held_out, flags, eos_ids)
@@ -863,7 +862,7 @@ def train(flags):
     chunks = lambda n: range(0, n, flags.vocab_chunk)
     tempered = lambda z: z.float() / flags.temperature if flags.temperature != 1 else z.float()  # [.., V]: no pass for nothing
     due = lambda every, step: every > 0 and step % every == 0
-    bar = tqdm(range(first, flags.steps + 1), initial=first - 1, total=flags.steps, dynamic_ncols=True, disable=RANK > 0)
+    bar = tqdm(left, initial=first - 1, total=flags.steps, dynamic_ncols=True, disable=RANK > 0)
     for step in bar:
         tick = time.time()
 
@@ -1083,7 +1082,9 @@ def train(flags):
         # --- 7. save -------------------------------------------------------------------------------------------------
         stop = max(gather(interrupted[0] if interrupted else 0))  # a signal to one is a signal to all
         if due(flags.save_every, step) or done or stop:
-            state = {"optimizer": optimizer.state_dict(), "step": step, "s_bar": s_bar, "adapter": m3.lora_state(model),
+            saved.append(step)
+            state = {"optimizer": optimizer.state_dict(), "step": step, "s_bar": s_bar, "saved": saved,
+                     "adapter": m3.lora_state(model),
                      "masters": [m.data for m, p in zip(masters, params) if m is not p]}
             if flags.method in ("rlsd", "sdpo"):  # everyone else's teacher is the initial policy
                 state["teacher"] = teacher.state_dict()
@@ -1095,13 +1096,13 @@ def train(flags):
             break
     extra = {}
     if flags.method == "opd":  # what [VLS] asks of a distillation that stalls
-        ended = type(base).from_pretrained(out / "last", dtype=base.dtype).to(device).eval()
+        ended = type(base).from_pretrained(newest_checkpoint(out), dtype=base.dtype).to(device).eval()
         with m3.lora_off(base):  # base: as it was before the first step
             extra["accuracy_teacher"], _ = evaluate(teacher, tokenizer, held_out, flags, eos_ids, "teacher_ids")
             extra |= ntk.stall(base, ended, [row["prompt_ids"] for row in held_out],
                                [line["loss_D"] for line in log[1:] if line["loss_D"] is not None])
     if flags.swa:  # of merged weights: with LoRA, the mean of A times the mean of B would be another model
-        folders = sorted(out.glob("checkpoint-*"), key=lambda f: int(f.name.split("-")[1]))[-2:]
+        folders = swa_folders(out, saved)
         both = [type(base).from_pretrained(folder, dtype=base.dtype).to(device).eval() for folder in folders]
         for same in zip(*(m.parameters() for m in both)):
             same[0].data = torch.stack(same).detach().mean(0)
