@@ -563,7 +563,7 @@ def run(world, *argv, code=0, read=True):
         os.chdir(here)
     if not read:
         return None
-    return records(world / argv[argv.index("--out") + 1])
+    return records(world / argv[argv.index("--out" if "--out" in argv else "--resume") + 1])
 
 
 def weights(world, out):
@@ -659,15 +659,25 @@ def test_eg_takes_its_peek_back(world, rewarded):
 
 
 def test_swa_is_the_mean_of_the_last_two_checkpoints(world, rewarded, monkeypatch):
-    judged = []
-    original = train.evaluate
-    monkeypatch.setattr(train, "evaluate", lambda model, *a: (judged.append({k: v.clone() for k, v in model.state_dict().items()}),
-                                                              original(model, *a))[1])
-    run(world, "--out", "swa", "--swa", "--lr", "1e-2")
+    """Of the last two that this run wrote: an abandoned one, another run's and other folders are no part of it."""
     from safetensors.torch import load_file
-    two, three = (load_file(world / f"swa/checkpoint-{n}/model.safetensors") for n in (2, 3))
-    assert all(torch.allclose(judged[-1][k], (two[k] + three[k]) / 2) for k in two) and not torch.equal(judged[-1][k := next(iter(two))], two[k])
-    assert "accuracy_swa" in json.loads((world / "swa" / "summary.json").read_text())
+    judged, out = [], world / "swa"
+
+    def evaluate(model, *rest, original=train.evaluate):
+        judged.append({name: value.clone() for name, value in model.state_dict().items()})
+        return original(model, *rest)
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    run(world, "--out", "swa", "--lr", "1e-2", "--steps", "4")
+    (out / "last").unlink()
+    (out / "last").symlink_to("checkpoint-2")  # back to step 2, on to step 3: checkpoint-4 is abandoned
+    shutil.copytree(out / "checkpoint-1", out / "checkpoint-50")
+    (out / "checkpoint-best").mkdir()
+    run(world, "--resume", "swa", "--swa")
+    two, three = (load_file(out / f"checkpoint-{step}/model.safetensors") for step in (2, 3))
+    assert all(torch.allclose(judged[-1][name], (two[name] + three[name]) / 2) for name in two)
+    assert any(not torch.equal(two[name], three[name]) for name in two)
+    assert "accuracy_swa" in json.loads((out / "summary.json").read_text())
+    assert (out / "checkpoint-best").exists() and (out / "checkpoint-50").exists()
 
 
 def test_probe_ends_with_the_papers_rule(world, rewarded, capsys):
@@ -676,15 +686,70 @@ def test_probe_ends_with_the_papers_rule(world, rewarded, capsys):
     assert "Caveat" in printed and json.loads((world / "probe" / "summary.json").read_text())["steps"] == 10
 
 
-def test_compare_makes_one_table_and_goes_on_where_it_stopped(world):
-    run(world, "--compare", "m3-select", "--seeds", "2", "--out", "cmp", read=False)
-    table = (world / "cmp" / "table.md").read_text()
-    assert table.count("\n") == 3 and "| m3-select |" in table and (world / "cmp" / "curves.png").stat().st_size > 10_000
-    stamp = (world / "cmp" / "m3-select-0" / "summary.json").stat().st_mtime
-    (world / "cmp" / "m3-select-1" / "summary.json").unlink()  # as if killed before its end: it resumes from its checkpoint
-    run(world, "--compare", "m3-select", "--seeds", "2", "--out", "cmp", read=False)
-    assert (world / "cmp" / "m3-select-1" / "summary.json").exists() and (world / "cmp" / "table.md").read_text() == table
-    assert (world / "cmp" / "m3-select-0" / "summary.json").stat().st_mtime == stamp
+def test_compare_makes_one_table_and_goes_on_where_it_stopped(world, capsys):
+    argv, out = ["--seeds", "2", "--out", "cmp"], world / "cmp"
+    run(world, "--compare", "m3-select", *argv, read=False)
+    table = (out / "table.md").read_text()
+    assert table.count("\n") == 3 and "| m3-select |" in table and "±" in table
+    assert (out / "curves.png").stat().st_size > 10_000
+    assert "2 of 2 runs, 0 minutes left" in capsys.readouterr().out
+    stamp = (out / "m3-select-0" / "summary.json").stat().st_mtime
+    one = out / "m3-select-1"
+    (one / "summary.json").unlink()  # as if killed before its end, then copied by something that drops links
+    (one / "last").unlink()
+    (one / "notes.txt").write_text("mine")
+    run(world, "--compare", "m3-select", *argv, read=False)
+    assert "goes on from cmp/m3-select-1/checkpoint-3" in (out / "m3-select-1.log").read_text()
+    assert (one / "summary.json").exists() and (out / "table.md").read_text() == table
+    assert (out / "m3-select-0" / "summary.json").stat().st_mtime == stamp
+    assert (one / "notes.txt").read_text() == "mine" and (one / "checkpoint-1").exists()
+    run(world, "--compare", "grpo", "--seeds", "1", "--out", "cmp", read=False)  # one more row, no spread
+    table = (out / "table.md").read_text()
+    assert [row.split(" | ")[0] for row in table.splitlines()[2:]] == ["| grpo", "| m3-select"]
+    assert "±" not in table
+
+
+def test_compare_refuses_what_it_did_not_make(world, capsys):
+    out = world / "refused"
+    run(world, "--method", "opd", "--out", "refused/opd-0", read=False)
+    capsys.readouterr()
+    for extra in (["--alpha-max", "0.5"], ["--lr", "0.001"], ["--steps", "4"], ["--temperature", "0.5"]):
+        run(world, "--compare", "opd", "--seeds", "1", "--out", "refused", *extra, code=2)  # of other flags
+        one_line(capsys, "refused/opd-0", *extra, "--out")
+    (out / "grpo-0").mkdir()
+    (out / "grpo-0" / "notes.txt").write_text("mine")
+    run(world, "--compare", "grpo", "--seeds", "1", "--out", "refused", code=2)
+    one_line(capsys, "refused/grpo-0", "notes.txt")
+    run(world, "--compare", "rlsd", "--seeds", "1", "--lora-rank", "2", "--out", "refused-too", code=2)
+    one_line(capsys, "--lora-rank 0")
+    assert (out / "grpo-0" / "notes.txt").read_text() == "mine" and not (out / "table.md").exists()
+    assert not list(out.glob("*.log"))  # no process was started
+
+
+def test_standing_of_a_run(world, rewarded, monkeypatch):
+    """new, broken, finished: by its flags, its checkpoints and its summary, not by the folder's name."""
+    run(world, "--out", "stand", "--save-every", "2")
+    monkeypatch.chdir(world)
+    flags = train.parse_flags([*FAST, "--out", "stand", "--threads", "2", "--save-every", "9"])
+    out = world / "stand"
+    assert train.standing(out, flags) == "finished"  # --threads, --save-every change no result
+    flags.steps = 9
+    config = (out / "config.json").read_text()
+    (out / "config.json").write_text(config.replace('"steps": 3', '"steps": 9'))
+    assert train.standing(out, flags) == "broken"  # taken further, then killed: that summary is of three steps
+    for name in ("checkpoint-2", "checkpoint-3", "last"):
+        (out / name).rename(world / f"stand-{name}")
+    assert train.standing(out, flags) == "new"  # killed before its first checkpoint
+    (out / "checkpoint-5").mkdir()
+    with pytest.raises(SystemExit):  # holds no weights, but who knows what
+        train.standing(out, flags)
+    (out / "checkpoint-5").rmdir()
+    (out / "config.json").write_text(config)
+    flags.steps = 3
+    assert train.standing(world / "nowhere", flags) == "new" and train.standing(out, flags) == "new"
+    before = (out / "metrics.jsonl").read_text()
+    assert len(run(world, "--out", "stand")) == 4  # the same flags start in place
+    assert [json.loads(line)["step"] for line in before.splitlines()] == [0, 1, 2, 3]
 
 
 def test_a_collapsed_run_is_seen_and_may_stop(world, monkeypatch):
@@ -3517,6 +3582,7 @@ def one_line(capsys, *words):
     said = capsys.readouterr().err
     errors = [line for line in said.splitlines() if "train.py: error:" in line]
     assert len(errors) == 1 and "Traceback" not in said and all(word in errors[0] for word in words), said[-2000:]
+    return errors[0]
 
 
 @pytest.mark.parametrize("argv, word", [
@@ -3525,7 +3591,10 @@ def one_line(capsys, *words):
     ("--eps inf", "--eps"), ("--eta-in nan", "--eta-in"), ("--weight-decay nan", "--weight-decay"), ("--lr 1e30", "--lr"),
     ("--out file/run", "file/run"), ("--out file", "cannot write"), ("--resume unsaved", "delete it"), ("--plot unlogged", "unlogged"),
     ("--teacher ./none --model model-llama", "--teacher ./none"), ("--model other --kernel logit", "embeddings"), ("--prompts-per-step 3", "--prompts-per-step"),
-    ("--compare grpo", "torchrun"), ("--teacher larger --model model-llama", "toy world"),
+    ("--compare grpo", "torchrun"), ("--hint-error 1.1", "--hint-error"), ("--eg-gate hard", "--eg-gate"),
+    ("--lam 0.999", "0.056"), ("--lam 0.001", "--lam"), ("--hint-error 0.5 --teacher larger", "--hint-error"),
+    ("--stats-every -1", "--stats-every"), ("--seeds 0", "--seeds"), ("--steps 1.5", "whole number"),
+    ("--teacher larger --model model-llama", "toy world"),
     ("--method m3-eg --dtype bfloat16", "--lora-rank")])
 def test_mistakes_of_machine_and_number(world, capsys, monkeypatch, argv, word):  # He11, Hd08 ...
     (world / "file").write_text("a file, not a folder")
@@ -3568,7 +3637,6 @@ class Damage:
     """Ways for a checkpoint to be unreadable."""
     def cut_state(out): os.truncate(out / "last/trainer.pt", 1000)
     def junk_state(out): (out / "last/trainer.pt").write_bytes(b"\x80junk" * 99)
-    def no_state(out): (out / "last/trainer.pt").unlink()
     def cut_weights(out): os.truncate(out / "last/model.safetensors", 5000)
     def no_log(out): (out / "metrics.jsonl").unlink()
     def short_log(out): (out / "metrics.jsonl").write_text((out / "metrics.jsonl").read_text().split("\n")[0] + "\n")
@@ -3609,10 +3677,94 @@ def test_corrupt_checkpoints(world, saved, capsys, name):
         repaired(world, 1)
 
 
+def no_last(out):
+    (out / "last").unlink()
+
+
+def dangling(out):
+    no_last(out)
+    (out / "last").symlink_to("checkpoint-9")
+
+
+def incomplete(out):
+    (out / "checkpoint-3" / "trainer.pt").unlink()
+
+
+def without_weights(out):
+    (out / "checkpoint-3" / "model.safetensors").unlink()
+
+
+def in_words(out):
+    no_last(out)
+    (out / "last").write_text("checkpoint-2\n")
+
+
+def strangers(out):
+    no_last(out)
+    shutil.copytree(out / "checkpoint-1", out / "checkpoint-50")  # of another run: this one's log has 3 steps
+    for name in ("checkpoint-best", "checkpoint-3-old", "checkpoint-"):
+        (out / name).mkdir()
+
+
+@pytest.mark.parametrize("damage, step", [(no_last, 3), (dangling, 3), (incomplete, 2), (without_weights, 2),
+                                          (in_words, 2), (strangers, 3)])
+def test_the_newest_complete_checkpoint_is_taken(world, saved, capsys, damage, step):
+    damage(saved)
+    assert train.newest_checkpoint(saved).name == f"checkpoint-{step}"
+    lines = run(world, "--resume", "hurt")
+    assert f"goes on from hurt/checkpoint-{step}" in capsys.readouterr().out
+    one, two = weights(world, "saved"), weights(world, "hurt") if step < 3 else weights(world, "saved")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert (train.newest_checkpoint(saved) / "trainer.pt").exists()
+
+
+def test_a_checkpoint_is_no_run(world, saved, capsys):
+    for name in ("hurt/checkpoint-2", "hurt/last"):
+        run(world, "--resume", name, code=2)
+        one_line(capsys, "--resume", "hurt, its run, goes on from", "checkpoint-3")
+    os.unlink(saved / "last")
+    shutil.copytree(saved / "checkpoint-3", saved / "last")  # a copy that has followed the link
+    before = (saved / "metrics.jsonl").read_text()
+    run(world, "--resume", "hurt", "--steps", "5", code=2)
+    one_line(capsys, "hurt/last is a folder", "move it away")
+    assert (saved / "metrics.jsonl").read_text() == before and (saved / "last" / "trainer.pt").exists()
+
+
+FIXED = ("--method grpo", "--model other", "--teacher larger", "--lora-rank 2", "--seed 1", "--group-size 2",
+         "--prompts-per-step 8", "--max-new-tokens 9", "--kernel exact", "--temperature 0.5", "--top-k 3",
+         "--alpha-max 0.3", "--few-shot 1", "--divergence rkl", "--eval-limit 5", "--hint answer", "--tau 1",
+         "--eg-gate soft")
+
+
 def test_a_resume_with_flags_that_do_not_fit(world, saved, capsys):
-    run(world, "--resume", "hurt", "--lora-rank", "2", "--steps", "4", code=2)
-    one_line(capsys, "--resume", "flags")
+    before = (saved / "config.json").read_text()
+    for argv in (*FIXED, "--out elsewhere", "--steps 2", "--compare grpo"):
+        run(world, "--resume", "hurt", *argv.split(), code=2)
+        one_line(capsys, "--resume" if "--compare" in argv else " ".join(argv.split()[:2]))
+    assert (saved / "config.json").read_text() == before and not (world / "elsewhere").exists()
     repaired(world, 3)
+
+
+def test_a_resume_keeps_its_flags(world, saved, capsys):
+    """config.json is what the run is: the next bare --resume needs no flags."""
+    run(world, "--resume", "hurt", "--steps", "5", "--lr", "1e-3", "--micro-batch", "2", "--eval-every", "4")
+    kept = json.loads((saved / "config.json").read_text())
+    assert (kept["steps"], kept["lr"], kept["micro_batch"], kept["eval_every"]) == (5, 1e-3, 2, 4)
+    assert [line["lr"] for line in records(saved)[1:]] == [1e-4] * 3 + [1e-3] * 2
+    (saved / "last").unlink()
+    (saved / "last").symlink_to("checkpoint-4")  # as if killed after step 4
+    here = os.getcwd()
+    try:
+        os.chdir(world)
+        train.main(["--resume", "hurt"])
+        assert "is finished" not in capsys.readouterr().out
+        train.main(["--resume", "hurt"])
+    finally:
+        os.chdir(here)
+    assert "finished, 5 steps" in capsys.readouterr().out
+    assert json.loads((saved / "config.json").read_text()) == kept
+    assert [line["lr"] for line in records(saved)[1:]] == [1e-4] * 3 + [1e-3] * 2
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")])
@@ -3639,7 +3791,72 @@ def test_disk_full_between_checkpoints(world, capsys, monkeypatch):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(train, "append_line", full)
     run(world, "--out", "full", code=1)
-    one_line(capsys, "No space left")
+    one_line(capsys, "No space left", "there is no checkpoint yet")
+
+
+def test_disk_full_at_the_first_save(world, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(torch, "save", full)
+    run(world, "--out", "full-at-once", code=1)
+    said = one_line(capsys, "No space left", "there is no checkpoint yet")
+    assert "goes on from" not in said and not list((world / "full-at-once").glob("*checkpoint*"))
+
+
+def test_a_file_system_without_links(world, saved, monkeypatch):
+    def no_links(*_):
+        raise OSError(1, "Operation not permitted")
+    monkeypatch.setattr(pathlib.Path, "symlink_to", no_links)
+    run(world, "--resume", "hurt", "--steps", "4")
+    assert not (saved / "last").is_symlink() and (saved / "last").read_text().strip() == "checkpoint-4"
+    assert [line["step"] for line in run(world, "--resume", "hurt", "--steps", "5")] == [0, 1, 2, 3, 4, 5]
+    assert train.newest_checkpoint(saved) == saved / "checkpoint-5"
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.3}, {"output_attentions": True}, {"num_beams": 0}])
+def test_settings_that_transformers_does_not_save(world, rewarded, settings, monkeypatch):
+    """A start model's sampling settings may be some that save_pretrained refuses; the run saves none."""
+    argv, load = real_world(world, "llama", "model-llama"), train.load_model
+
+    def with_settings(*rest):
+        model, *more = load(*rest)
+        for name, value in settings.items():
+            setattr(model.generation_config, name, value)
+        return model, *more
+    monkeypatch.setattr(train, "load_model", with_settings)
+    name = f"settings-{next(iter(settings))}"
+    run(world, *argv, "--steps", "1", "--out", name)
+    kept = json.loads((world / name / "last" / "generation_config.json").read_text())
+    assert not {*settings} & {*kept} and kept["eos_token_id"] is not None
+
+
+def test_two_runs_started_at_once_get_a_folder_each(world, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    monkeypatch.setattr(time, "strftime", lambda *_: "now")
+    one, two, three = (train.parse_flags(["--method", "grpo"]) for _ in range(3))
+    with train.claim(one), train.claim(two), train.claim(three):
+        assert [one.out, two.out, three.out] == [f"runs/now-grpo{end}" for end in ("", "-2", "-3")]
+    assert not pathlib.Path(one.out).exists()  # it wrote nothing
+    pathlib.Path("empty").mkdir()
+    for extra in ([], ["--out", "empty"], ["--out", "fresh"]):
+        run(world, "--device", "gpu9", "--method", "grpo", *extra, code=2)
+    assert not pathlib.Path(one.out).exists() and not pathlib.Path("fresh").exists()
+    assert pathlib.Path("empty").exists()  # the user's
+
+
+def test_a_folder_has_one_run_at_a_time(world, saved, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    before = (saved / "metrics.jsonl").read_text()
+    with train.claim(train.parse_flags(["--resume", "hurt"])):
+        run(world, "--resume", "hurt", code=2)
+        one_line(capsys, "hurt is in use")
+    with train.claim(train.parse_flags(["--out", "one"])):
+        run(world, "--out", "one", code=2)
+        one_line(capsys, "one is in use")
+        monkeypatch.setattr(train, "fcntl", None)  # a system without such locks
+        with train.claim(train.parse_flags(["--out", "one"])):
+            pass
+    assert (saved / "metrics.jsonl").read_text() == before
 
 
 @pytest.mark.parametrize("method", ["m3-soft", "m3-eg", "minnorm"])
@@ -3666,18 +3883,24 @@ def test_non_finite_steps(world, rewarded, monkeypatch, capsys, method):  # He06
     assert all(torch.equal(v, one[k]) for k, v in load(out / "last").items())
 
 
-def test_checkpoints_are_ordered_by_number(world, saved, monkeypatch):  # He04: as text, 1000 comes before 900
+def test_checkpoints_are_ordered_by_number(world, saved):  # He04: as text, 1000 comes before 900
     for old, new in ((1, 900), (2, 1000)):
         (saved / f"checkpoint-{old}").rename(saved / f"checkpoint-{new}")
-    read = []
-    monkeypatch.setattr(train.Qwen3ForCausalLM, "from_pretrained",
-                        lambda path, *a, f=train.Qwen3ForCausalLM.from_pretrained, **kw: read.append(pathlib.Path(path).name) or f(path, *a, **kw))
-    run(world, "--resume", "hurt", "--out", "hurt", "--swa")
-    assert read[-2:] == ["checkpoint-900", "checkpoint-1000"]
-    monkeypatch.undo()
-    monkeypatch.setattr(m3, "verify", lambda text, gold, kind: len(text) % 2)
-    run(world, "--resume", "hurt", "--out", "hurt", "--steps", "11")
-    assert os.readlink(saved / "last") == "checkpoint-11"  # not 3, which text would take
+    (saved / "last").unlink()
+    (saved / "metrics.jsonl").write_text("{}\n" * 1001)
+    assert train.newest_checkpoint(saved).name == "checkpoint-1000"
+    assert [f.name for f in train.swa_folders(saved, [3, 900, 1000])] == ["checkpoint-900", "checkpoint-1000"]
+
+
+def test_a_folder_that_stands_in_the_way_is_kept(world, saved):
+    """Going on writes checkpoint-N again; what somebody else put under that name is moved aside."""
+    (saved / "last").unlink()
+    (saved / "last").symlink_to("checkpoint-1")
+    (saved / "checkpoint-3" / "notes.txt").write_text("mine")
+    run(world, "--resume", "hurt")
+    assert (saved / "checkpoint-3-before" / "notes.txt").read_text() == "mine"
+    assert not (saved / "checkpoint-3" / "notes.txt").exists()
+    assert not (saved / "checkpoint-2-before").exists()
 
 
 @pytest.mark.parametrize("method, steps", [("sdpo", 1), ("rlsd", 19)])
@@ -3708,10 +3931,11 @@ def same(a, b):
 
 
 FORKS = """
-import json, os, sys, traceback
+import json, os, signal, sys, traceback
 sys.path.insert(0, sys.argv[1])
 import m3, train
 m3.verify = lambda text, gold, kind: len(text) % 2  # see the fixture `rewarded`
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest itself may run under nohup
 
 def signal_itself(folder, number, events, lines):
     # At the file operation of this number in the folder, once the log has so many lines: no clock, no race.
@@ -3768,6 +3992,17 @@ def fork(world):
     assert parent.wait(600) == 0
 
 
+def logged(out):
+    return (out / "metrics.jsonl").read_text().count("\n") if (out / "metrics.jsonl").exists() else 0
+
+
+def wait_for(out, lines):
+    limit = time.time() + 240  # a busy machine is slow, not wrong
+    while logged(out) < lines:
+        assert time.time() < limit, f"no line {lines} in {out}"
+        time.sleep(0.002)
+
+
 def records(out, name="metrics"):
     rows = [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in rows]
@@ -3795,7 +4030,7 @@ def test_kill_at_any_moment_and_resume(world, fork):  # He01
     assert not [f.name for f in out.iterdir() if f.name[0] == "."]  # nothing half-written lies about
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_save_within_a_step(world, fork, number):  # He07
     argv = "--steps 60 --save-every 60 --eval-every 60 --method m3-soft --lr 1e-2".split()
     name = f"signal{int(number)}"
@@ -3808,6 +4043,99 @@ def test_signals_save_within_a_step(world, fork, number):  # He07
     assert done <= 4 and os.readlink(out / "last") == f"checkpoint-{done}" and not list(out.glob(".*"))
     assert fork(*argv, "--resume", name, "--steps", str(done + 1)) == 0
     assert [row["step"] for row in records(out)] == list(range(done + 2))
+
+
+def test_nohup_is_respected():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        train.on_stop(print)
+        assert signal.getsignal(signal.SIGTERM) is print and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        train.on_stop(print)
+        assert signal.getsignal(signal.SIGHUP) is print
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_comparison_ends_with_its_runs_saved(world, fork, number):
+    """A signal is passed on; SIGKILL cannot be, but the run sees that it is alone."""
+    name = f"stopped{int(number)}"
+    argv = f"--compare grpo --seeds 1 --steps 99999 --save-every 99999 --eval-every 99999 --out {name}".split()
+    out = world / name / "grpo-0"
+
+    def stop(pid):
+        wait_for(out, 3)
+        os.kill(pid, number)
+    code = fork(*argv, kill=stop)
+    said, limit = (world / "forks.log").read_text(), time.time() + 120
+    assert code == (-9 if number == signal.SIGKILL else 128 + number)
+    assert "Traceback" not in said and said.count("train.py: error") == (number != signal.SIGKILL)
+    while number == signal.SIGKILL and not (out / "last").exists():
+        assert time.time() < limit
+        time.sleep(0.05)
+    done = logged(out) - 1  # it had saved and ended when the comparison did
+    assert done >= 2 and os.readlink(out / "last") == f"checkpoint-{done}"
+    with open(f"{out}.log") as log:
+        assert "stopped by signal 15" in log.read() or number == signal.SIGKILL
+
+
+class Broken(io.StringIO):
+    """A terminal that was closed."""
+    def write(self, *_):
+        raise OSError(5, "Input/output error")
+
+    flush = write
+
+
+def test_printing_ends_no_run(monkeypatch, world, rewarded):
+    raw = io.BytesIO()
+    printer = train.Printer(io.TextIOWrapper(raw, encoding="ascii"))
+    print("5 − 3", file=printer, flush=True)
+    assert raw.getvalue() == b"5 ? 3\n"
+    monkeypatch.setattr(m3, "decode", lambda tokenizer, tokens, mask: ["5 − 3 \ud83d"] * len(tokens))
+    for name, stream in (("ascii", io.TextIOWrapper(io.BytesIO(), encoding="cp1252")), ("closed", Broken())):
+        with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+            lines = run(world, "--out", f"print-{name}")
+        assert [line["step"] for line in lines] == [0, 1, 2, 3]
+        assert (world / f"print-{name}" / "last").exists()
+        samples = records(world / f"print-{name}", "samples")
+        assert samples[0]["completions"][0] == "5 − 3 \ud83d"
+
+
+def test_files_are_utf8_on_every_system(world):
+    code = ("import sys; sys.path.insert(0, sys.argv.pop(1)); import m3, train\n"
+            "m3.decode = lambda tokenizer, tokens, mask: ['5 \\u2212 3'] * len(tokens)\ntrain.main()")
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    argv = [sys.executable, "-c", code, str(HERE), *FAST, "--out", "plain"]
+    done = subprocess.run(argv, cwd=world, text=True, capture_output=True, env=os.environ | plain)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "−" in (world / "plain" / "samples.jsonl").read_text(encoding="utf-8") and "5 ? 3" in done.stdout
+
+
+def test_help_names_the_methods(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def mine(s, f):
+        """of tomorrow"""
+
+    monkeypatch.setitem(m3.METHODS, "m9", m3.Method(mine))
+    with pytest.raises(SystemExit) as end:
+        train.parse_flags(["--help"])
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert end.value.code == 0 and "FLAG" in lines[0] and lines[2].endswith("distillation.")
+    for name, method in m3.METHODS.items():
+        assert f"\n  {name:<12}{(method.seed or method.mix).__doc__}" in said
+
+
+def test_new_flags():
+    assert train.parse_flags([]).hint_error == 0 and train.parse_flags([]).eg_gate == "select"
+    assert train.parse_flags(["--hint-error", "0.5", "--eg-gate", "soft", "--no-swa"]).hint_error == 0.5
+    config = train.config_of(train.parse_flags("--tau 2.5 --swa --out a=b --lr 1e-05".split()))
+    assert train.config_of(train.parse_flags(train.as_argv(config))) == config  # a config is a command line
 
 
 # --- several processes ------------------------------------------------------------------------------------
