@@ -34,10 +34,11 @@ import torch.nn.functional as F
 from torch import nn
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, BloomConfig, BloomForCausalLM, CohereConfig,
-                          CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, GraniteConfig,
-                          GraniteForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, Phi3Config,
-                          PreTrainedTokenizerFast, Qwen2Config, Qwen3Config, Qwen3ForCausalLM)
+from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, BloomConfig,
+                          BloomForCausalLM, CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM,
+                          GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM, LlamaConfig,
+                          LlamaForCausalLM, MistralConfig, Phi3Config, PreTrainedTokenizerFast, Qwen2Config,
+                          Qwen3Config, Qwen3ForCausalLM)
 from transformers.masking_utils import eager_mask
 
 import m3
@@ -54,9 +55,11 @@ def tiny(kind="qwen3", seed=0, vocab=23, dtype=torch.float32, **kw):
         config = GPT2Config(vocab_size=vocab, n_embd=32, n_layer=2, n_head=4, n_positions=64)
         model = GPT2LMHeadModel(config)
     else:
-        config_class, model_class = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[kind]
-        shape = dict(vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                     num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3)
+        config_class, model_class = {"qwen3": (Qwen3Config, Qwen3ForCausalLM),
+                                     "llama": (LlamaConfig, LlamaForCausalLM)}[kind]
+        shape = dict(vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+                     initializer_range=0.3)
         if kind == "qwen3":
             shape["head_dim"] = 8
         model = model_class(config_class(**shape | kw))
@@ -86,7 +89,8 @@ def test_distill_residual_is_the_gradient(kind, clip):
 
 def test_reward_residual_is_the_gradient_and_has_the_right_sign():
     z, y, A = logits64(3, 3, 5).requires_grad_(), torch.randint(0, 5, (3, 3)), torch.tensor([1.0, -2.0, 0.0])
-    loss = -(A.double()[:, None] * z.log_softmax(-1).gather(-1, y[..., None])[..., 0]).sum()  # B == N on purpose
+    # B == N on purpose
+    loss = -(A.double()[:, None] * z.log_softmax(-1).gather(-1, y[..., None])[..., 0]).sum()
     (gradient,) = torch.autograd.grad(loss, z)
     residual = m3.reward_residual(z.detach(), y, A.double())
     torch.testing.assert_close(residual, gradient, rtol=1e-10, atol=1e-12)
@@ -99,15 +103,19 @@ def test_reward_residual_is_the_gradient_and_has_the_right_sign():
 def test_divergences_by_hand():
     T, S = torch.tensor([0.9, 0.1]).double().log(), torch.tensor([0.5, 0.5]).double().log()
     assert m3.divergence(S, T, "fkl").item() == pytest.approx(0.36806, abs=1e-5)
-    assert m3.divergence(S, T, "jsd", lam=0.1).item() == pytest.approx(0.03360, abs=1e-5)  # swapped weights: 0.32952
-    assert m3.divergence(S, T, "jsd", lam=0.5).item() == pytest.approx(0.10175, abs=1e-5)  # mixed logs: 0.21972
+    # swapped weights: 0.32952
+    assert m3.divergence(S, T, "jsd", lam=0.1).item() == pytest.approx(0.03360, abs=1e-5)
+    # mixed logs: 0.21972
+    assert m3.divergence(S, T, "jsd", lam=0.5).item() == pytest.approx(0.10175, abs=1e-5)
     teacher, student = torch.tensor([0.6, 0.2, 0.15, 0.05]).log(), torch.tensor([0.7, 0.25, 0.03, 0.02]).log()
     q = torch.tensor([0.7, 0.25]) / 0.95
     by_hand = (q * (torch.tensor([0.7, 0.25]) / torch.tensor([0.6, 0.2])).log()).sum()
     assert m3.divergence(student, teacher, "rkl-topk", k=2).item() == pytest.approx(by_hand.item(), abs=1e-6)
-    lower = m3.divergence(torch.tensor([0.4, 0.3, 0.3]).log(), torch.tensor([0.8, 0.19, 0.01]).log(), "rkl-topk", k=1)
+    lower = m3.divergence(torch.tensor([0.4, 0.3, 0.3]).log(), torch.tensor([0.8, 0.19, 0.01]).log(),
+                          "rkl-topk", k=1)
     assert lower < 0  # no KL: reported raw
-    assert m3.divergence(student, teacher, "rkl-topk", k=99) == pytest.approx(m3.divergence(student, teacher, "rkl").item())
+    assert m3.divergence(student, teacher, "rkl-topk",
+                         k=99) == pytest.approx(m3.divergence(student, teacher, "rkl").item())
 
 
 def test_jsd_is_a_quarter_of_fkl_near_agreement_and_vanishes_at_the_ends():
@@ -127,13 +135,15 @@ def test_padded_vocabulary_gives_no_nan():
     for kind in cut:
         padded = [F.pad(x, (0, 2), value=-math.inf) for x in (student, teacher)]
         torch.testing.assert_close(m3.divergence(*padded, kind), m3.divergence(student, teacher, kind))
-        torch.testing.assert_close(m3.distill_residual(*padded, kind)[:, :8], m3.distill_residual(student, teacher, kind))
+        torch.testing.assert_close(m3.distill_residual(*padded, kind)[:, :8],
+                                   m3.distill_residual(student, teacher, kind))
 
 
 def test_low_precision_logits_are_scored_in_float32():
     z = logits64(4, 300).bfloat16()
     assert m3.divergence(z, z.flip(-1)).dtype == torch.float32
-    assert m3.reward_residual(z[None], torch.zeros(1, 4, dtype=torch.long), torch.ones(1)).dtype == torch.float32
+    assert m3.reward_residual(z[None], torch.zeros(1, 4, dtype=torch.long),
+                              torch.ones(1)).dtype == torch.float32
 
 
 # --- M3's own algebra ---------------------------------------------------------------------------------------------------
@@ -142,7 +152,8 @@ def test_low_precision_logits_are_scored_in_float32():
 def test_normalize_keeps_zero_and_caps_the_norm():
     x = torch.stack([torch.zeros(6), torch.full((6,), 1e-3), torch.full((6,), 30.0)])
     n = m3.normalize(x, 0.1).norm(dim=-1)
-    assert n[0] == 0 and n[1] == pytest.approx(math.sqrt(6) * 1e-3 / (math.sqrt(6) * 1e-3 + 0.1)) and 0.99 < n[2] < 1
+    assert n[0] == 0 and n[1] == pytest.approx(math.sqrt(6) * 1e-3 / (math.sqrt(6) * 1e-3 + 0.1))
+    assert 0.99 < n[2] < 1
 
 
 def test_gates():
@@ -171,11 +182,13 @@ def test_group_advantages():
     A = m3.group_advantages(r, 4)
     assert A[:4].tolist() == pytest.approx([0.75 / (0.5 + 1e-4)] + [-0.25 / (0.5 + 1e-4)] * 3)
     assert (A[4:] == 0).all() and A.abs().max() < 2
-    assert m3.group_advantages(r, 4, "population")[0].item() == pytest.approx(0.75 / (math.sqrt(3) / 4 + 1e-4))
+    assert m3.group_advantages(r, 4,
+                               "population")[0].item() == pytest.approx(0.75 / (math.sqrt(3) / 4 + 1e-4))
     assert m3.group_advantages(r, 4, "none")[0].item() == 0.75
     assert (m3.group_advantages(torch.full((6,), 0.1), 3) == 0).all()  # a mean of 0.1s is not 0.1 in float32
     tiled = m3.group_advantages(torch.tensor([1.0, 1, 1, 0, 0, 0]), 3)
-    assert (tiled == 0).all()  # consecutive rows form a group; interleaved prompts would give means of 0.67 and 0.33
+    # consecutive rows form a group; interleaved prompts would give means of 0.67 and 0.33
+    assert (tiled == 0).all()
     for bad, size in ((torch.ones(1), 1), (torch.ones(5), 2), (torch.tensor([1.0, math.nan]), 2)):
         with pytest.raises(ValueError):
             m3.group_advantages(bad, size)
@@ -201,8 +214,9 @@ def test_greedy_equals_generate_and_padding_does_not_matter(kind):
     model = tiny(kind)
     tokens, mask, logp = m3.sample(model, PROMPTS, 2, 12, 0.0, eos_ids=[EOS, 2], pad_id=PAD)
     for i, prompt in enumerate(PROMPTS):
-        reference = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(), do_sample=False,
-                                   max_new_tokens=12, eos_token_id=[EOS, 2], pad_token_id=PAD)[0, len(prompt):]
+        reference = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(),
+                                   do_sample=False, max_new_tokens=12, eos_token_id=[EOS, 2],
+                                   pad_token_id=PAD)[0, len(prompt):]
         for row in (2 * i, 2 * i + 1):
             assert tokens[row][mask[row]].tolist() == reference.tolist()
 
@@ -210,7 +224,8 @@ def test_greedy_equals_generate_and_padding_does_not_matter(kind):
 def test_sampler_mask_logprobs_and_uniforms():
     model = tiny()
     uniforms = torch.rand(12, 10, generator=torch.Generator().manual_seed(0))
-    tokens, mask, logp = m3.sample(model, PROMPTS, 4, 10, 0.7, eos_ids=[EOS, 2, 3], pad_id=PAD, uniforms=uniforms)
+    tokens, mask, logp = m3.sample(model, PROMPTS, 4, 10, 0.7, eos_ids=[EOS, 2, 3], pad_id=PAD,
+                                   uniforms=uniforms)
     assert mask.any(1).all() and 0 < mask.float().mean() < 1
     for row in range(12):
         n = int(mask[row].sum())
@@ -222,11 +237,13 @@ def test_sampler_mask_logprobs_and_uniforms():
         reference = (model(full).logits[0, -n - 1:-1] / 0.7).log_softmax(-1).gather(-1, tokens[row, :n, None])[:, 0]
         torch.testing.assert_close(logp[row, :n], reference, rtol=1e-4, atol=1e-5)
     # a row's tokens depend on its own uniforms alone, not on who shares the batch
-    alone, alone_mask, _ = m3.sample(model, PROMPTS[1:2], 4, 10, 0.7, eos_ids=[EOS, 2, 3], pad_id=PAD, uniforms=uniforms[4:8])
+    alone, alone_mask, _ = m3.sample(model, PROMPTS[1:2], 4, 10, 0.7, eos_ids=[EOS, 2, 3], pad_id=PAD,
+                                     uniforms=uniforms[4:8])
     for a, am, b, bm in zip(alone, alone_mask, tokens[4:8], mask[4:8]):
         assert a[am].tolist() == b[bm].tolist()
     assert len({tuple(t.tolist()) for t in tokens[4:8]}) > 1  # a group is not four copies
-    g = lambda s: m3.sample(model, PROMPTS, 2, 10, eos_ids=[EOS], pad_id=PAD, generator=torch.Generator().manual_seed(s))[0]
+    g = lambda s: m3.sample(model, PROMPTS, 2, 10, eos_ids=[EOS], pad_id=PAD,
+                            generator=torch.Generator().manual_seed(s))[0]
     assert torch.equal(g(1), g(1)) and not torch.equal(g(1), g(2))
 
 
@@ -239,11 +256,13 @@ def test_packed_weights_sample_the_same_and_leave_nothing_behind(lora):
             if "lora_B" in name:
                 p.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
     swapped = lambda: [m for m in model.modules() if "forward" in vars(m)]
-    go = lambda: m3.sample(model, PROMPTS, 2, 8, eos_ids=[EOS], pad_id=PAD, generator=torch.Generator().manual_seed(0))
+    go = lambda: m3.sample(model, PROMPTS, 2, 8, eos_ids=[EOS], pad_id=PAD,
+                           generator=torch.Generator().manual_seed(0))
     plain, before = go(), [p.clone() for p in model.parameters()]
     with m3.packed(model):
         if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-            assert len(swapped()) == 2 * 3 and all(type(m) is (m3.LoRA if lora else torch.nn.Linear) for m in swapped())
+            assert len(swapped()) == 2 * 3
+            assert all(type(m) is (m3.LoRA if lora else torch.nn.Linear) for m in swapped())
         got = go()
         with m3.packed(model):  # once more changes no output
             again = go()
@@ -272,7 +291,8 @@ def test_packed_weights_sample_the_same_and_leave_nothing_behind(lora):
 def test_sampler_draws_from_the_model_and_not_from_its_generation_config():
     model = tiny()
     model.generation_config.temperature, model.generation_config.top_k = 0.01, 1
-    tokens, _, _ = m3.sample(model, [[5, 6]], 4000, 1, eos_ids=[EOS], pad_id=PAD, generator=torch.Generator().manual_seed(0))
+    tokens, _, _ = m3.sample(model, [[5, 6]], 4000, 1, eos_ids=[EOS], pad_id=PAD,
+                             generator=torch.Generator().manual_seed(0))
     expected = model(torch.tensor([[5, 6]])).logits[0, -1].softmax(-1)
     observed = torch.bincount(tokens[:, 0], minlength=23) / 4000
     assert (observed - expected).abs().max() < 0.03
@@ -290,13 +310,15 @@ def each(prompts, G):
 def shapes_read(backbone):
     """Collects the shapes of the ids that the backbone reads inside."""
     shapes = []
-    hook = backbone.register_forward_pre_hook(lambda _, args, kw: shapes.append(tuple(kw["input_ids"].shape)), with_kwargs=True)
+    hook = backbone.register_forward_pre_hook(lambda _, args, kw: shapes.append(tuple(kw["input_ids"].shape)),
+                                              with_kwargs=True)
     yield shapes
     hook.remove()
 
 
 def responses(model, G=3, N=9):
-    return m3.sample(model, PROMPTS, G, N, eos_ids=[EOS, 2, 3], pad_id=PAD, generator=torch.Generator().manual_seed(3))
+    return m3.sample(model, PROMPTS, G, N, eos_ids=[EOS, 2, 3], pad_id=PAD,
+                     generator=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
@@ -382,7 +404,8 @@ def step_batch(model, G=3, seed=5):
     tokens, mask, _ = responses(model, G)
     rewards = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 1, 0])
     hints = each([prompt + [6, 2] for prompt in PROMPTS], G)
-    return m3.Batch(each(PROMPTS, G), hints, tokens, mask, m3.group_advantages(rewards, G), m3.token_weights(mask, len(mask)))
+    return m3.Batch(each(PROMPTS, G), hints, tokens, mask, m3.group_advantages(rewards, G),
+                    m3.token_weights(mask, len(mask)))
 
 
 def plain_signals(model, teacher, batch, row):
@@ -417,9 +440,10 @@ def select(delta_D, delta_R, alpha_max=0.4):
 def test_m3_select_step_equals_a_plain_one(memory):
     model, teacher = tiny(dtype=torch.float64), tiny(seed=1, dtype=torch.float64)
     batch = step_batch(model)
-    want = plain_update(model, teacher, batch, lambda D, R: select(D, R) * unit(D) + (1 - select(D, R)) * unit(R))
-    got = m3.m3_step(m3.split_head(model), m3.split_head(teacher), batch, "m3-select", list(model.parameters()),
-                     m3.Settings(alpha_max=0.4), **memory)
+    want = plain_update(model, teacher, batch,
+                        lambda D, R: select(D, R) * unit(D) + (1 - select(D, R)) * unit(R))
+    got = m3.m3_step(m3.split_head(model), m3.split_head(teacher), batch, "m3-select",
+                     list(model.parameters()), m3.Settings(alpha_max=0.4), **memory)
     norms = [plain_signals(model, teacher, batch, row)[2].norm(dim=-1) for row in range(len(batch.tokens))]
     assert got.s_bar == pytest.approx(torch.cat(norms).mean().item(), rel=1e-5)
     for ours, theirs in zip(got.update, want):
@@ -435,7 +459,8 @@ def test_eg_step_equals_a_plain_one_and_peeks_in_the_teachers_direction(gate):
 
     def m_D_seed(delta_D, delta_R):
         cos = F.cosine_similarity(delta_D, delta_R, dim=-1)[:, None]
-        return (select(delta_D, delta_R) if gate == "select" else 0.4 * torch.sigmoid(3 * cos)) * unit(delta_D)
+        return (select(delta_D, delta_R) if gate == "select"
+                else 0.4 * torch.sigmoid(3 * cos)) * unit(delta_D)
 
     m_D = plain_update(model, teacher, batch, m_D_seed)
     there = {}
@@ -466,7 +491,8 @@ def test_rkl_topk_residual_holds_its_weights_fixed():
 
 
 def test_kappa_knows_only_steps_with_a_reward_signal(world, monkeypatch):
-    assert m3.geometry([torch.zeros(2)], [torch.ones(2)]) == dict(norm_R=0.0, norm_D=2 ** 0.5, kappa=None, phi=None)
+    assert m3.geometry([torch.zeros(2)], [torch.ones(2)]) == dict(norm_R=0.0, norm_D=2 ** 0.5, kappa=None,
+                                                                  phi=None)
     replies = iter([0, 1] * 8 + [1] * 16 + [0, 1] * 8)  # the second of three steps has no reward signal
     monkeypatch.setattr(train, "evaluate", lambda *args: (0.0, []))
     monkeypatch.setattr(m3, "verify", lambda text, gold, kind: next(replies))
@@ -495,7 +521,8 @@ def test_a_method_from_outside_is_one_entry(world, rewarded, monkeypatch):
 
 
 def test_random_gate_closes_as_many_tokens_as_select(world, rewarded):
-    both = [run(world, "--method", method, "--out", f"gate-{method}")[1] for method in ("m3-select", "m3-random")]
+    both = [run(world, "--method", method, "--out", f"gate-{method}")[1]
+            for method in ("m3-select", "m3-random")]
     assert both[0]["alpha_eff"] == pytest.approx(both[1]["alpha_eff"]) and both[0]["conflict"] > 0
     assert both[0]["grad_norm"] != both[1]["grad_norm"]
 
@@ -517,8 +544,8 @@ def test_readme_script_agrees_with_the_program(world, rewarded, monkeypatch):
         script = script.replace(line, f"{name} = {value}")
     shown = []
     exec(script, {"rows": rows, "print": lambda *values: shown.append(values)})
-    log = run(world, "--prompts-per-step", "8", "--group-size", "8", "--max-new-tokens", "24", "--kernel", "local",
-              "--micro-batch", "16", "--vocab-chunk", "256", "--out", "script")[1:]
+    log = run(world, "--prompts-per-step", "8", "--group-size", "8", "--max-new-tokens", "24", "--kernel",
+              "local", "--micro-batch", "16", "--vocab-chunk", "256", "--out", "script")[1:]
     for (step, reward, norm), line in zip(shown, log, strict=True):
         assert step == line["step"] and reward == pytest.approx(line["reward"], abs=1e-6)
         assert norm == pytest.approx(line["grad_norm"], rel=1e-6)
@@ -628,14 +655,16 @@ def test_seed_governs_everything(world, rewarded):
     a, b, c = (run(world, "--out", f"seed-{i}", "--seed", s) for i, s in enumerate("001"))
     assert a == b and a != c
     d = run(world, "--out", "seed-eval", "--seed", "0", "--eval-every", "1", "--stats-every", "0")
-    assert [line["loss_D"] for line in d] == [line["loss_D"] for line in a]  # looking does not change what is seen
+    # looking does not change what is seen
+    assert [line["loss_D"] for line in d] == [line["loss_D"] for line in a]
 
 
 def test_resume_is_bit_for_bit(world, rewarded):
     whole = run(world, "--out", "whole", "--steps", "4")
     run(world, "--out", "parts", "--steps", "2")
     with open(world / "parts" / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"step": 3, "reward": 9.0}) + "\n")  # a line written after the last checkpoint, then a kill
+        # a line written after the last checkpoint, then a kill
+        file.write(json.dumps({"step": 3, "reward": 9.0}) + "\n")
     parts = run(world, "--resume", "parts", "--out", "parts", "--steps", "4")
     assert [{k: v for k, v in x.items() if k != "accuracy"} for x in parts] == [
         {k: v for k, v in x.items() if k != "accuracy"} for x in whole]
@@ -731,7 +760,8 @@ def test_standing_of_a_run(world, rewarded, monkeypatch):
     flags.steps = 9
     config = (out / "config.json").read_text()
     (out / "config.json").write_text(config.replace('"steps": 3', '"steps": 9'))
-    assert train.standing(out, flags) == "broken"  # taken further, then killed: that summary is of three steps
+    # taken further, then killed: that summary is of three steps
+    assert train.standing(out, flags) == "broken"
     for name in ("checkpoint-2", "checkpoint-3", "last"):
         (out / name).rename(world / f"stand-{name}")
     assert train.standing(out, flags) == "new"  # killed before its first checkpoint
@@ -757,20 +787,26 @@ def test_a_collapsed_run_is_seen_and_may_stop(world, monkeypatch):
 def test_checkpoint_loads_as_an_ordinary_model(world, rewarded):
     run(world, "--out", "loads")
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    model, tokenizer = (c.from_pretrained(world / "loads" / "last") for c in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (c.from_pretrained(world / "loads" / "last")
+                        for c in (AutoModelForCausalLM, AutoTokenizer))
     ids = tokenizer("Ann has 7 pens , gets 5 . How many ? Answer :", return_tensors="pt")
-    assert model.generate(**ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] >= ids["input_ids"].shape[1]
-    assert {p.name for p in (world / "loads").iterdir()} == {"config.json", "metrics.jsonl", "samples.jsonl", "summary.json",
-                                                            "checkpoint-1", "checkpoint-2", "checkpoint-3", "last"}
+    assert model.generate(**ids, max_new_tokens=3, do_sample=False,
+                          pad_token_id=0).shape[1] >= ids["input_ids"].shape[1]
+    assert {p.name for p in (world / "loads").iterdir()} == {"config.json", "metrics.jsonl", "samples.jsonl",
+                                                             "summary.json",
+                                                            "checkpoint-1", "checkpoint-2", "checkpoint-3",
+                                                             "last"}
     summary = json.loads((world / "loads" / "summary.json").read_text())
-    assert set(summary) == {"method", "seed", "steps", "accuracy_start", "accuracy_end", "reward_first20", "reward_last20",
-                            "kappa_mean", "conflict_mean", "collapsed_at", "seconds"}
+    assert set(summary) == {"method", "seed", "steps", "accuracy_start", "accuracy_end", "reward_first20",
+                            "reward_last20", "kappa_mean", "conflict_mean", "collapsed_at", "seconds"}
 
 
 @pytest.mark.parametrize("argv, word", [
-    (["--no-such-flag"], "--no-such-flag"), (["--method", "m4"], "--method"), (["--group-size", "1"], "--group-size"),
-    (["--lam", "1"], "--lam"), (["--micro-batch", "-1"], "--micro-batch"), (["--steps", "two"], "--steps"),
-    (["--resume", "nowhere"], "--resume"), (["--temperature", "0"], "--temperature"), (["--plot", "nowhere"], "--plot")])
+    (["--no-such-flag"], "--no-such-flag"), (["--method", "m4"], "--method"),
+    (["--group-size", "1"], "--group-size"), (["--lam", "1"], "--lam"),
+    (["--micro-batch", "-1"], "--micro-batch"), (["--steps", "two"], "--steps"),
+    (["--resume", "nowhere"], "--resume"), (["--temperature", "0"], "--temperature"),
+    (["--plot", "nowhere"], "--plot")])
 def test_a_users_mistake_ends_with_2_and_one_line(world, capsys, argv, word):
     run(world, *argv, code=2)
     error = capsys.readouterr().err.strip()
@@ -869,11 +905,12 @@ def test_a_second_toy_task_is_one_entry(world, monkeypatch):
 
 
 def test_command_line_in_its_own_process(world):
-    done = subprocess.run([sys.executable, str(HERE / "train.py"), *FAST, "--out", "cli"], cwd=world, capture_output=True,
-                          text=True, timeout=900)
+    done = subprocess.run([sys.executable, str(HERE / "train.py"), *FAST, "--out", "cli"], cwd=world,
+                          capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert "greedy accuracy" in done.stdout and (world / "cli" / "last" / "model.safetensors").exists()
-    done = subprocess.run([sys.executable, str(HERE / "train.py"), "--plot", "cli"], cwd=world, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(HERE / "train.py"), "--plot", "cli"], cwd=world,
+                          capture_output=True, text=True)
     assert done.returncode == 0 and (world / "cli" / "curves.png").stat().st_size > 10_000
 
 
@@ -911,7 +948,8 @@ def test_pcgrad_projects_on_the_original_other(angle):
     p_R, p_D = g_R - (g_R @ g_D) / (g_D @ g_D) * g_D, g_D - (g_R @ g_D) / (g_R @ g_R) * g_R
     torch.testing.assert_close(got, p_R + p_D)
     factor = math.sqrt(1 - phi**2)  # Prop. 19: both norms shrink by this, so their ratio is kept
-    assert p_R.norm().item() == pytest.approx(factor * norm_R) and p_D.norm().item() == pytest.approx(factor * norm_D)
+    assert p_R.norm().item() == pytest.approx(factor * norm_R)
+    assert p_D.norm().item() == pytest.approx(factor * norm_D)
 
 
 @pytest.mark.parametrize("angle", [0.3, 1.5, 2.8, None])
@@ -942,7 +980,8 @@ def test_sdpo_siblings_and_residual():
         m = (p + q) / 2
         loss = loss + ((q * (q / m).log()).sum() + (p * (p / m).log()).sum()) / 2
     (gradient,) = torch.autograd.grad(loss, student)
-    torch.testing.assert_close(m3.sdpo_residual(student.detach(), teacher, 3), gradient, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(m3.sdpo_residual(student.detach(), teacher, 3), gradient, rtol=1e-8,
+                               atol=1e-10)
     everything = m3.sdpo_residual(student.detach(), teacher, 99)
     torch.testing.assert_close(everything, m3.distill_residual(student.detach(), teacher, "jsd"))
 
@@ -951,7 +990,8 @@ def test_sdpo_without_a_sibling_does_nothing(world, monkeypatch):
     """One success in a group: it teaches the others, and itself has no OTHER success to learn from."""
     monkeypatch.setattr(m3, "verify", lambda text, gold, kind: 0)
     lines = run(world, "--method", "sdpo", "--out", "sdpo-none")
-    assert all(line["grad_norm"] == 0 and line["loss_D"] == 0 for line in lines[1:])  # nothing to compare with, so no loss
+    # nothing to compare with, so no loss
+    assert all(line["grad_norm"] == 0 and line["loss_D"] == 0 for line in lines[1:])
     start = train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).state_dict()
     assert all(torch.equal(v, start[k]) for k, v in weights(world, "sdpo-none").items())
 
@@ -1442,7 +1482,8 @@ ROW = dict(question="Ann has 3 cups and gets 4", solution="3 + 4 = 7\n#### 7", a
 
 def tokenizer(template=None, bos=False, words="", pad="<pad>"):
     text = f"<s> </s> <pad> <unk> <|im_start|> <|im_end|> <think> </think> {words} " + " ".join(map(str, range(30)))
-    vocab = {w: i for i, w in enumerate(dict.fromkeys(text.split() + "Ann has cups and gets + = ####".split()))}
+    vocab = {w: i
+             for i, w in enumerate(dict.fromkeys(text.split() + "Ann has cups and gets + = ####".split()))}
     inner = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if bos:
@@ -1453,11 +1494,12 @@ def tokenizer(template=None, bos=False, words="", pad="<pad>"):
 
 def tiny_model(kind, **kw):
     torch.manual_seed(0)
-    common = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                  num_key_value_heads=2, head_dim=8, bos_token_id=0, eos_token_id=1, pad_token_id=2) | kw
+    common = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                  num_attention_heads=4, num_key_value_heads=2, head_dim=8, bos_token_id=0, eos_token_id=1,
+                  pad_token_id=2) | kw
     if kind == "gpt2":
-        return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0,
-                                          eos_token_id=1, **kw)).eval()
+        return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64,
+                                          bos_token_id=0, eos_token_id=1, **kw)).eval()
     config, model = dict(qwen3=(Qwen3Config, Qwen3ForCausalLM), llama=(LlamaConfig, LlamaForCausalLM),
                          gemma2=(Gemma2Config, Gemma2ForCausalLM), cohere=(CohereConfig, CohereForCausalLM),
                          granite=(GraniteConfig, GraniteForCausalLM))[kind]
@@ -1481,8 +1523,10 @@ def test_all_shared_rows_load(capsys):
     splits = train.load_rows(str(SHARED), NONE, 0)  # gsm8k_train, gsm8k_test
     assert {s: len(r) for s, r in splits.items()} == {"train": 6973, "validation": 500, "test": 1319}
     assert {r["kind"] for rows in splits.values() for r in rows} == {"gsm8k"}
-    assert len({r["question"] for rows in splits.values() for r in rows}) == 7473 + 1319  # nothing in two splits
-    assert not any("<<" in r["solution"] for r in splits["train"]) and "####" in splits["train"][0]["solution"]
+    # nothing in two splits
+    assert len({r["question"] for rows in splits.values() for r in rows}) == 7473 + 1319
+    assert not any("<<" in r["solution"] for r in splits["train"])
+    assert "####" in splits["train"][0]["solution"]
     parts = train.load_rows(str(SHARED / "svamp.json"), NONE, 0)
     svamp = [r for s in splits for r in parts[s]]
     assert len(svamp) == 1000 and {r["kind"] for r in svamp} == {"svamp"}
@@ -1494,20 +1538,29 @@ def test_all_shared_rows_load(capsys):
 def test_layouts(tmp_path):
     stem, texts = "Which one melts?", ["ice", "iron", "air", "sand"]
     for labels, key in (("ABCD", "C"), ("1234", "3")):  # Ha27
-        nested = {"question": {"stem": stem, "choices": [dict(text=t, label=l) for t, l in zip(texts, labels)]}, "answerKey": key}
-        flat = {"id": "x", "question": stem, "choices": {"text": texts, "label": list(labels)}, "answerKey": key}
+        nested = {"question": {"stem": stem,
+                               "choices": [dict(text=t, label=l) for t, l in zip(texts, labels)]},
+                  "answerKey": key}
+        flat = {"id": "x", "question": stem, "choices": {"text": texts, "label": list(labels)},
+                "answerKey": key}
         for row in (nested, flat):
             got = one_row(tmp_path, row)
-            assert got == dict(question=stem + "\nA. ice\nB. iron\nC. air\nD. sand", solution="C. air", answer="C", kind="arc")
+            assert got == dict(question=stem + "\nA. ice\nB. iron\nC. air\nD. sand", solution="C. air",
+                               answer="C", kind="arc")
             assert m3.verify("C", got["answer"], "arc") == 1
     for n in (3, 5):
-        row = {"question": stem, "choices": {"text": list("vwxyz"[:n]), "label": list("12345"[:n])}, "answerKey": str(n)}
-        assert one_row(tmp_path, row)["answer"] == "ABCDE"[n - 1] and one_row(tmp_path, row)["question"].count("\n") == n
-    math = one_row(tmp_path, {"problem": "p", "solution": r"so \boxed{\frac12}", "answer": r"\frac{1}{2}", "level": 1})
+        row = {"question": stem, "choices": {"text": list("vwxyz"[:n]), "label": list("12345"[:n])},
+               "answerKey": str(n)}
+        assert one_row(tmp_path, row)["answer"] == "ABCDE"[n - 1]
+        assert one_row(tmp_path, row)["question"].count("\n") == n
+    math = one_row(tmp_path,
+                   {"problem": "p", "solution": r"so \boxed{\frac12}", "answer": r"\frac{1}{2}", "level": 1})
     assert (math["kind"], math["answer"], math["solution"]) == ("math", r"\frac{1}{2}", r"so \boxed{\frac12}")
-    assert one_row(tmp_path, {"prompt": "p", "answer": 7}) == dict(question="p", solution="", answer="7", kind="gsm8k")
+    assert one_row(tmp_path, {"prompt": "p", "answer": 7}) == dict(question="p", solution="", answer="7",
+                                                                   kind="gsm8k")
     assert one_row(tmp_path, {"prompt": "p", "answer": "x+1"})["kind"] == "math"
-    assert one_row(tmp_path, {"q": "p", "gold": "B", "why": "w"}, dict(prompt="q", answer="gold", solution="why")) == dict(
+    assert one_row(tmp_path, {"q": "p", "gold": "B", "why": "w"},
+                   dict(prompt="q", answer="gold", solution="why")) == dict(
         question="p", solution="w", answer="B", kind="arc")
     assert one_row(tmp_path, {"question": "p", "answer": "<<1+2=3>>3\n#### 1,003"})["answer"] == "1,003"
 
@@ -1713,8 +1766,10 @@ def encoded(tok, rows=(ROW,), context=10 ** 6, shots=(), hint="solution"):
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("template", [None, CHATML])
 def test_tails_and_start_token(template, bos, shots):
-    tok = tokenizer(template, bos, words='Solution: Question: user assistant Reason step by step, then finish with Reference solution:')
-    examples = [ROW | dict(question=f"Ann has {i}", answer=str(i), solution=f"{i} = {i}") for i in range(shots)]
+    tok = tokenizer(template, bos,
+                    words='Solution: Question: user assistant Reason step by step, then finish with Reference solution:')
+    examples = [ROW | dict(question=f"Ann has {i}", answer=str(i), solution=f"{i} = {i}")
+                for i in range(shots)]
     row = encoded(tok, shots=examples)[0]
     student, teacher = (tok.decode(row[k]) for k in ("prompt_ids", "teacher_ids"))
     print(f"\nstudent ... {student[-90:]!r}\nteacher ... {teacher[-90:]!r}")
@@ -1722,7 +1777,8 @@ def test_tails_and_start_token(template, bos, shots):
     assert student.endswith(tail) and teacher.endswith(tail)  # Hc12, Hd05
     shared = next(i for i in range(1, 99) if row["prompt_ids"][-i] != row["teacher_ids"][-i]) - 1
     assert shared >= 10  # the instruction too, not the prefix alone
-    assert [row[k].count(0) for k in ("prompt_ids", "teacher_ids")] == [bos] * 2 and (row["prompt_ids"][0] == 0) == bos  # Hc19, Hd04
+    assert [row[k].count(0) for k in ("prompt_ids", "teacher_ids")] == [bos] * 2
+    assert (row["prompt_ids"][0] == 0) == bos  # Hc19, Hd04
     assert student.count("#### 0") == (shots > 0) and row["prompt"] == ROW["question"]
     assert tok.eos_token_id not in row["prompt_ids"]
 
@@ -1743,12 +1799,14 @@ def test_gold_is_only_in_the_teachers_prompt():
 
 def test_text_per_kind():
     tok = tokenizer()
-    for kind, gold, end in (("gsm8k", "7", '"#### number"'), ("svamp", "7", '"#### number"'), ("math", "x", r'"\boxed{answer}"'),
-                            ("arc", "B", '"Answer: letter"')):
+    for kind, gold, end in (("gsm8k", "7", '"#### number"'), ("svamp", "7", '"#### number"'),
+                            ("math", "x", r'"\boxed{answer}"'), ("arc", "B", '"Answer: letter"')):
         row = dict(question="Q?", solution="work", answer=gold, kind=kind)
         teacher = m3.prompt_text(tok, row, reference=m3.reference_text(row, "solution"))
-        assert m3.prompt_text(tok, row).endswith(end + ".\nSolution:") and teacher.endswith(end + ".\nSolution:")
-        assert m3.verify(m3.reference_text(row, "solution"), gold, kind) == 1 and "in your own words" in teacher
+        assert m3.prompt_text(tok, row).endswith(end + ".\nSolution:")
+        assert teacher.endswith(end + ".\nSolution:")
+        assert m3.verify(m3.reference_text(row, "solution"), gold, kind) == 1
+        assert "in your own words" in teacher
         print("\n" + teacher)
     assert m3.reference_text(ROW, "solution") == ROW["solution"]  # closed already: nothing is added
 
@@ -1759,7 +1817,8 @@ def test_length_filter(capsys):  # Hc10, Hd09, Hd11
     long = ROW | dict(question="too long", solution="and " * 200)
     full = encoded(tok, [ROW, long])
     room = max(len(full[0]["prompt_ids"]), len(full[0]["teacher_ids"])) + 16
-    assert encoded(tok, [ROW, long], context=room) == full[:1]  # exactly at the limit; the teacher's prompt counts too
+    # exactly at the limit; the teacher's prompt counts too
+    assert encoded(tok, [ROW, long], context=room) == full[:1]
     out = capsys.readouterr().out
     assert out.startswith("1 of 2 rows dropped") and "too long" in out and out.count("\n") == 1
     with pytest.raises(Failed, match="0 of 2 rows left after the length filter"):
@@ -1802,14 +1861,16 @@ def test_load_model(tmp_path, capsys):
             train.load_model(str(folder), "float32", "cpu")
         tokenizer(pad=None).save_pretrained(folder)
         model, tok, eos_ids = train.load_model(str(folder), torch.bfloat16, "cpu")
-        assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "sdpa" and not model.training
+        assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "sdpa"
+        assert not model.training
         assert tok.pad_token == "</s>" and "</s>" in capsys.readouterr().out and eos_ids == {1}  # Hd02
     model.generation_config.eos_token_id = [1, 5]
     model.save_pretrained(folder), tokenizer().save_pretrained(folder)
     assert train.load_model(str(folder), torch.float32, "cpu")[2] == {1, 5} and capsys.readouterr().out == ""
     state = {k: v for k, v in model.state_dict().items() if "h.1.mlp" not in k}
     model.save_pretrained(folder, state_dict=state)
-    for path, words in ((folder, "no weights for"), ("/no/such/dir", "folder not found"), ("./mistyped-dir", "folder not found"),
+    for path, words in ((folder, "no weights for"), ("/no/such/dir", "folder not found"),
+                        ("./mistyped-dir", "folder not found"),
                         ("no-such/model", "cannot load its tokenizer")):
         with pytest.raises(Failed, match=words):
             train.load_model(str(path), torch.float32, "cpu")
@@ -1826,7 +1887,9 @@ def test_teacher_is_checked():
 
 
 @pytest.mark.usefixtures("failing")
-@pytest.mark.parametrize("kind, kw", [("qwen3", {}), ("qwen3", dict(tie_word_embeddings=True)), ("llama", {}), ("gpt2", {}),
+@pytest.mark.parametrize("kind, kw",
+                         [("qwen3", {}), ("qwen3", dict(tie_word_embeddings=True)), ("llama", {}),
+                          ("gpt2", {}),
                                       ("gemma2", dict(final_logit_softcapping=0.02)), ("cohere", {}),
                                       ("granite", dict(logits_scaling=8.0))])
 def test_split_head(kind, kw):
@@ -1846,7 +1909,8 @@ def test_split_head(kind, kw):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind, layers, kw", [("qwen3", 14, dict(tie_word_embeddings=True)), ("llama", 14, {}), ("gpt2", 8, {})])
+@pytest.mark.parametrize("kind, layers, kw",
+                         [("qwen3", 14, dict(tie_word_embeddings=True)), ("llama", 14, {}), ("gpt2", 8, {})])
 def test_lora(kind, layers, kw, dtype, tmp_path):
     model, ids = tiny_model(kind, **kw).to(dtype), torch.randint(64, (2, 9))
     logits = lambda: model(input_ids=ids).logits.detach()
@@ -1877,9 +1941,11 @@ def test_lora(kind, layers, kw, dtype, tmp_path):
     assert not info["missing_keys"] and not info["unexpected_keys"]
     close = dict(atol=1e-5, rtol=1e-4) if dtype == torch.float32 else dict(atol=3e-2, rtol=3e-2)
     torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, tuned, **close)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and torch.equal(logits(), tuned)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(logits(), tuned)
 
-    adapter = {k: v.clone() for k, v in m3.lora_state(model).items()}  # the adapter alone restores a fresh model
+    # the adapter alone restores a fresh model
+    adapter = {k: v.clone() for k, v in m3.lora_state(model).items()}
     model = tiny_model(kind, **kw).to(dtype)
     m3.add_lora(model, 4, seed=2)
     assert not model.load_state_dict(adapter, strict=False).unexpected_keys and torch.equal(logits(), tuned)
@@ -1893,7 +1959,8 @@ def test_lora_seed_and_scale():
     assert torch.equal(a, b) and not torch.equal(a, c) and a.abs().max() <= 32 ** -0.5
     layer, x = first.model.layers[0].mlp.up_proj, torch.randn(3, 32)
     layer.lora_B.weight.data.normal_()
-    want = x @ (layer.base.weight + 2 * layer.lora_B.weight @ layer.lora_A.weight).T  # alpha = 2 r: scale 2 at any rank
+    # alpha = 2 r: scale 2 at any rank
+    want = x @ (layer.base.weight + 2 * layer.lora_B.weight @ layer.lora_A.weight).T
     torch.testing.assert_close(layer(x), want)
 
 
@@ -2180,13 +2247,15 @@ def real_world(world, kind, name):
     if not folder.exists():
         words = "Question: Solution: Reason step by step, then finish with number Reference solution: Now derive the answer in your own"
         tok = tokenizer(words=f"{words} {' '.join(w for w in train.TOY_WORDS if w.strip())}")
-        config = dict(vocab_size=len(tok), num_hidden_layers=2, pad_token_id=None, bos_token_id=None, eos_token_id=1)
+        config = dict(vocab_size=len(tok), num_hidden_layers=2, pad_token_id=None, bos_token_id=None,
+                      eos_token_id=1)
         torch.manual_seed(0)
         if kind == "gpt2":
             model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=256, **config))
         else:
-            config |= dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-                           max_position_embeddings=256, tie_word_embeddings=kind == "qwen3", initializer_range=0.2)
+            config |= dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+                           head_dim=8, max_position_embeddings=256, tie_word_embeddings=kind == "qwen3",
+                           initializer_range=0.2)
             model = {"qwen3": Qwen3ForCausalLM, "llama": LlamaForCausalLM}[kind](
                 {"qwen3": Qwen3Config, "llama": LlamaConfig}[kind](**config))
         model.save_pretrained(folder), tok.save_pretrained(folder)
@@ -2195,7 +2264,8 @@ def real_world(world, kind, name):
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
 def test_lora_run_resumes_and_saves_a_merged_model(world, rewarded, kind):
-    argv = [*real_world(world, kind, f"model-{kind}"), "--lora-rank", "4", "--kernel", "local", "--lr", "1e-2"]
+    argv = [*real_world(world, kind, f"model-{kind}"), "--lora-rank", "4", "--kernel", "local", "--lr",
+            "1e-2"]
     whole = run(world, *argv, "--out", f"lora-{kind}")
     run(world, *argv, "--out", f"lora2-{kind}", "--steps", "2")
     parts = run(world, *argv, "--resume", f"lora2-{kind}", "--out", f"lora2-{kind}", "--steps", "3")
@@ -2203,11 +2273,13 @@ def test_lora_run_resumes_and_saves_a_merged_model(world, rewarded, kind):
     assert keep(whole) == keep(parts) and all(line["kappa"] > 0 for line in whole[1:])
     one, two = weights(world, f"lora-{kind}"), weights(world, f"lora2-{kind}")
     assert all(torch.equal(one[k], two[k]) for k in one)
-    loaded, info = AutoModelForCausalLM.from_pretrained(world / f"lora-{kind}" / "last", output_loading_info=True)
+    loaded, info = AutoModelForCausalLM.from_pretrained(world / f"lora-{kind}" / "last",
+                                                        output_loading_info=True)
     start = AutoModelForCausalLM.from_pretrained(world / f"model-{kind}").state_dict()
     assert not info["missing_keys"] and not info["unexpected_keys"]
     moved = {k for k, v in loaded.state_dict().items() if not torch.equal(v, start[k])}
-    assert moved and all(("mlp" in k or "attn" in k) and k.endswith("weight") for k in moved)  # no norm, head or embedding
+    # no norm, head or embedding
+    assert moved and all(("mlp" in k or "attn" in k) and k.endswith("weight") for k in moved)
 
 
 def test_a_run_keeps_its_date(world, rewarded, monkeypatch):
@@ -2243,25 +2315,29 @@ def test_hint_error_is_what_the_teacher_reads(world, rewarded, monkeypatch):
 
 @pytest.mark.parametrize("extra", [["--gradient-checkpointing"], ["--vocab-chunk", "3"]])
 def test_memory_flags_do_not_change_the_result(world, rewarded, extra):
-    argv = [*real_world(world, "llama", "model-llama"), "--lora-rank", "4", "--steps", "1", "--kernel", "local"]
+    argv = [*real_world(world, "llama", "model-llama"), "--lora-rank", "4", "--steps", "1", "--kernel",
+            "local"]
     name = extra[0].strip("-")
     if not (world / "mem-plain").exists():
         run(world, *argv, "--out", "mem-plain")
     run(world, *argv, *extra, "--out", f"mem-{name}")
-    a, b = ([json.loads(line) for line in (world / o / "metrics.jsonl").read_text().splitlines()][1] for o in ("mem-plain", f"mem-{name}"))
+    a, b = ([json.loads(line) for line in (world / o / "metrics.jsonl").read_text().splitlines()][1]
+            for o in ("mem-plain", f"mem-{name}"))
     for key in ("reward", "loss_R", "loss_D", "kappa", "phi", "grad_norm", "conflict", "entropy"):
         assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-6), key
 
 
 def test_bfloat16_weights_move_by_float32_masters(world, rewarded):
     """A step of 1e-6 is below bf16's spacing: without float32 copies two hundred of them would be lost."""
-    argv = [*real_world(world, "llama", "model-llama"), "--dtype", "bfloat16", "--lr", "1e-6", "--kernel", "logit"]
+    argv = [*real_world(world, "llama", "model-llama"), "--dtype", "bfloat16", "--lr", "1e-6", "--kernel",
+            "logit"]
     run(world, *argv, "--out", "bf16", "--steps", "2")
     state = torch.load(world / "bf16" / "last" / "trainer.pt", weights_only=True)
     start = AutoModelForCausalLM.from_pretrained(world / "model-llama", dtype=torch.bfloat16)
     pairs = list(zip(state["masters"], start.parameters()))
     assert pairs and all(m.dtype == torch.float32 for m, _ in pairs)
-    assert all(v.dtype == torch.float32 for s in state["optimizer"]["state"].values() for k, v in s.items() if k != "step")
+    assert all(v.dtype == torch.float32 for s in state["optimizer"]["state"].values()
+               for k, v in s.items() if k != "step")
     moved = [(m - p.float()).abs().max() for m, p in pairs]
     assert max(moved) > 1e-6 and max(moved) < 1e-5
 
@@ -2271,8 +2347,10 @@ def test_another_model_teaches(world, rewarded):
     real_world(world, "qwen3", "model-qwen3")
     lines = run(world, *argv, "--teacher", "model-qwen3", "--out", "taught", "--steps", "3")
     assert lines[1]["loss_D"] > 0
-    same = run(world, *argv, "--teacher", "model-llama", "--out", "taught-by-itself", "--steps", "1", "--lr", "0")
-    assert same[1]["loss_D"] == pytest.approx(0, abs=1e-6)  # the student's own weights, reading the student's own prompt
+    same = run(world, *argv, "--teacher", "model-llama", "--out", "taught-by-itself", "--steps", "1", "--lr",
+               "0")
+    # the student's own weights, reading the student's own prompt
+    assert same[1]["loss_D"] == pytest.approx(0, abs=1e-6)
 
 
 def test_an_architecture_local_does_not_know_is_refused_at_once(world, capsys):
@@ -3079,7 +3157,8 @@ def test_occupancy_is_unbiased_and_gives_the_decay_of_the_loss():
     """A tabular policy of two tokens: the first, y1, decides which row of a table the second is drawn from. There the gradient of
     the expected loss is g + h in closed form: g holds responses fixed, h moves the visits to the rows."""
     torch.manual_seed(0)
-    theta = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)  # row 0: first token; row 1 + y1: second token
+    # row 0: first token; row 1 + y1: second token
+    theta = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(4, 3, dtype=torch.float64).log_softmax(-1)
     D = lambda t: (t.softmax(-1) * (t.log_softmax(-1) - teacher)).sum(-1)  # KL(p_S||p_T) of each row
     grad = lambda value: torch.autograd.grad(value, theta, retain_graph=True)[0].flatten()
@@ -3091,7 +3170,8 @@ def test_occupancy_is_unbiased_and_gives_the_decay_of_the_loss():
     torch.testing.assert_close(g + h, grad(loss(theta)))
     # draws of two folds of two responses each, as the training loop cuts them
     kinds = [(y1, y2) for y1 in range(3) for y2 in range(3)]
-    score = torch.stack([grad(theta[0].log_softmax(-1)[y1] + theta[1 + y1].log_softmax(-1)[y2]) for y1, y2 in kinds])
+    score = torch.stack([grad(theta[0].log_softmax(-1)[y1] + theta[1 + y1].log_softmax(-1)[y2])
+                         for y1, y2 in kinds])
     pull, cost = torch.stack([grad(each[y1]) for y1, _ in kinds]), torch.tensor([each[y1].item() for y1, _ in kinds])
     p = torch.tensor([(pi[y1] * theta[1 + y1].softmax(-1)[y2]).item() for y1, y2 in kinds])
     found = []
@@ -3117,8 +3197,8 @@ def test_occupancy_of_the_loop_is_plain_autograd(world, rewarded, untried, monke
     monkeypatch.setattr(ntk, "occupancy", lambda *grads: caught.extend(grads) or occupancy(*grads))
     monkeypatch.setattr(m3, "sample", lambda model, prompts, G, *a, **kw: drawn.append(
         (prompts, *sample(model, prompts, G, *a, **kw))) or drawn[-1][1:])
-    line = run(world, "--method", "opd", "--divergence", "rkl-topk", "--occupancy-every", "1", "--steps", "1", "--out",
-               f"occupied{len(extra)}", *extra)[1]
+    line = run(world, "--method", "opd", "--divergence", "rkl-topk", "--occupancy-every", "1", "--steps", "1",
+               "--out", f"occupied{len(extra)}", *extra)[1]
     prompts, tokens, mask, _ = drawn[1]  # 0 is the evaluation before the first step
     tok, model = train.toy_tokenizer(), train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).eval().double()
     params, P, G = list(model.parameters()), 4, 4
@@ -3142,22 +3222,26 @@ def test_occupancy_of_the_loop_is_plain_autograd(world, rewarded, untried, monke
             g = sum(pull[b][i] for b in fold) / len(fold)
             h = sum((L[b].item() - baseline(b)) * score[b][i] for b in fold) / len(fold)
             for got, want in ((caught[k][i], g), (caught[2 + k][i], h)):
-                torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=2e-5 * max(1, want.abs().max().item()))
+                torch.testing.assert_close(got.double(), want, rtol=2e-3,
+                                           atol=2e-5 * max(1, want.abs().max().item()))
     assert line["occupancy_g2"] == pytest.approx(occupancy(*caught)["g2"]) and line["occupancy_X"] != 0
 
 
 def test_stall_by_hand():
     start, end, prompts = small(), small(), [[3, 4, 5], [6, 7], [8, 9, 10, 11], [4]]
     same = ntk.stall(start, end, prompts, [2.0, 0.5, 1.0])
-    assert same["d_par"] == 0 and same["cka"] == [pytest.approx(1)] * 3 and same["cka_min"] == pytest.approx(1)
+    assert same["d_par"] == 0 and same["cka"] == [pytest.approx(1)] * 3
+    assert same["cka_min"] == pytest.approx(1)
     assert same["loss_reduction_max"] == 0.75 and same["loss_reduction_final"] == 0.5
     assert same["gamma"] == pytest.approx(math.log(2) / 4)
     with torch.no_grad():
         end.model.layers[1].mlp.down_proj.weight += 0.3
     moved = ntk.stall(start, end, prompts, [2.0, -1.0])
-    assert moved["cka"][:2] == [pytest.approx(1)] * 2 and moved["d_par"] > 0  # the embedding's output comes first
+    # the embedding's output comes first
+    assert moved["cka"][:2] == [pytest.approx(1)] * 2 and moved["d_par"] > 0
     assert moved["cka_min"] == moved["cka"][2] < 0.999
-    assert moved["loss_reduction_max"] == 1.5 and moved["gamma"] is None  # a top-k loss may fall below 0: reported raw
+    # a top-k loss may fall below 0: reported raw
+    assert moved["loss_reduction_max"] == 1.5 and moved["gamma"] is None
     with torch.no_grad():
         end.get_input_embeddings().weight[3:6] *= -3
     assert ntk.stall(start, end, prompts, [1.0])["cka"][0] < 0.999
@@ -3178,17 +3262,22 @@ def test_teachers_are_made_once_and_compared(world, monkeypatch, capsys):
     run(world, *argv, read=False)
     table = (world / "teachers" / "table.md").read_text().splitlines()
     assert [line.split(" | ")[0] for line in table[2:]] == ["| privileged", "| self-rl", "| larger"]
-    assert "loss_reduction_final | gamma | d_par | cka_min" in table[0] and (world / "teachers/curves.png").stat().st_size > 10_000
-    runs = {kind: json.loads((world / "teachers" / f"{kind}-0" / "summary.json").read_text()) for kind in ("privileged", "larger")}
-    assert 0 < runs["larger"]["d_par"] < 0.1 and 0.9 < runs["larger"]["cka_min"] <= 1 and len(runs["larger"]["cka"]) == 5
+    assert "loss_reduction_final | gamma | d_par | cka_min" in table[0]
+    assert (world / "teachers/curves.png").stat().st_size > 10_000
+    runs = {kind: json.loads((world / "teachers" / f"{kind}-0" / "summary.json").read_text())
+            for kind in ("privileged", "larger")}
+    assert 0 < runs["larger"]["d_par"] < 0.1 and 0.9 < runs["larger"]["cka_min"] <= 1
+    assert len(runs["larger"]["cka"]) == 5
     first = {kind: records(world / "teachers" / f"{kind}-0")[1] for kind in ("privileged", "larger")}
-    assert abs(first["larger"]["loss_D"]) < 1e-6 < first["privileged"]["loss_D"]  # planted: the student itself, without a hint
+    # planted: the student itself, without a hint
+    assert abs(first["larger"]["loss_D"]) < 1e-6 < first["privileged"]["loss_D"]
     monkeypatch.setattr(train, "SELF_RL", " ".join(FAST) + " --method grpo --steps 1")
     monkeypatch.chdir(world)
     made = train.toy_model("self-rl")
     assert "training it once" in capsys.readouterr().out
     model, tok, ends = train.load_model(made, torch.float32, "cpu")
-    assert ends == {1} and m3.encode(tok, ["Ann has 3 pens ."]) == m3.encode(train.toy_tokenizer(), ["Ann has 3 pens ."])
+    assert ends == {1}
+    assert m3.encode(tok, ["Ann has 3 pens ."]) == m3.encode(train.toy_tokenizer(), ["Ann has 3 pens ."])
     assert train.toy_model("self-rl") == made and "training" not in capsys.readouterr().out
 
 
@@ -3310,52 +3399,63 @@ def test_ntk_main_without_any_reward(world, monkeypatch, capsys):
 REPORTS = {
     **{f"Ha{i:02}": "test_case" for i in [*range(1, 19), *range(20, 32)]},
     "Ha27": "test_layouts",
-    "Ha19": "test_training_and_evaluation_use_one_verifier", "Ha32": "test_what_stands_behind_the_end_token_is_not_scored",
-    "Ha33": "test_all_replies_cut_is_said_once", "Ha34": "test_greedy_equals_generate_and_padding_does_not_matter",
-    "Hb01": "test_group_advantages", "Hb02": "test_group_advantages", "Hb03": "test_group_advantages",
-    "Hb04": "test_group_advantages", "Hb05": "test_models_that_return_all_logits",
-    "Hb06": "test_hidden_states_equal_one_row_at_a_time", "Hb07": "test_hidden_states_equal_one_row_at_a_time",
+    "Ha19": "test_training_and_evaluation_use_one_verifier",
+    "Ha32": "test_what_stands_behind_the_end_token_is_not_scored",
+    "Ha33": "test_all_replies_cut_is_said_once",
+    "Ha34": "test_greedy_equals_generate_and_padding_does_not_matter", "Hb01": "test_group_advantages",
+    "Hb02": "test_group_advantages", "Hb03": "test_group_advantages", "Hb04": "test_group_advantages",
+    "Hb05": "test_models_that_return_all_logits", "Hb06": "test_hidden_states_equal_one_row_at_a_time",
+    "Hb07": "test_hidden_states_equal_one_row_at_a_time",
     "Hb08": "test_greedy_equals_generate_and_padding_does_not_matter",
     "Hb09": "test_seeded_backward_through_shared_prompts_and_chunks_equals_autograd",
     "Hb10": "test_pad_equal_to_end_token", "Hb11": "test_sampler_mask_logprobs_and_uniforms",
-    "Hb12": "test_scores_are_the_sampled_probabilities", "Hb13": "test_sampler_draws_from_the_model_and_not_from_its_generation_config",
-    "Hb14": "test_dropout_is_off", "Hb15": "test_token_weights_pin_the_reduction", "Hb16": "test_handed_reductions",
-    "Hb17": "test_a_smaller_last_micro_batch", "Hb18": "cannot occur: truncated responses are trained on like all others",
+    "Hb12": "test_scores_are_the_sampled_probabilities",
+    "Hb13": "test_sampler_draws_from_the_model_and_not_from_its_generation_config",
+    "Hb14": "test_dropout_is_off", "Hb15": "test_token_weights_pin_the_reduction",
+    "Hb16": "test_handed_reductions", "Hb17": "test_a_smaller_last_micro_batch",
+    "Hb18": "cannot occur: truncated responses are trained on like all others",
     "Hb19": "test_nothing_but_masked_tokens", "Hb20": "test_handed_reductions",
-    "Hb21": "cannot occur: no reference-KL term; that the teacher's term pulls is test_distillation_comes_nearer",
+    "Hb21": "cannot occur: no reference-KL term; that the teacher's term pulls: "
+            "test_distillation_comes_nearer",
     "Hb22": "test_low_precision_logits_are_scored_in_float32",
     "Hb23": "test_reward_residual_is_the_gradient_and_has_the_right_sign",
     "Hb24": "test_the_text_of_a_reply_is_not_trained_on", "Hb25": "test_a_logged_loss_is_not_the_gradient",
     "Hc01": "test_teacher_is_checked", "Hc02": "test_teacher_is_checked", "Hc03": "test_divergences_by_hand",
     "Hc04": "test_divergences_by_hand", "Hc05": "test_handed_reductions", "Hc06": "test_handed_reductions",
-    "Hc07": "test_padded_vocabulary_gives_no_nan", "Hc08": "test_handed_divergences", "Hc09": "test_handed_divergences",
-    "Hc10": "test_length_filter", "Hc11": "test_hidden_states_equal_one_row_at_a_time", "Hc12": "test_tails_and_start_token",
-    "Hc13": "test_dropout_is_off", "Hc14": "test_dropout_is_off", "Hc15": "test_the_teacher_stays_where_it_was",
-    "Hc16": "test_divergences_by_hand", "Hc17": "test_distill_residual_is_the_gradient",
-    "Hc18": "test_gold_is_only_in_the_teachers_prompt", "Hc19": "test_tails_and_start_token",
-    "Hd01": "test_tails_and_start_token", "Hd02": "test_load_model", "Hd03": "test_pad_equal_to_end_token",
-    "Hd04": "test_tails_and_start_token", "Hd05": "test_tails_and_start_token", "Hd06": "test_length_filter",
-    "Hd07": "test_data_errors", "Hd08": "test_load_model", "Hd09": "test_length_filter", "Hd10": "test_data_errors",
-    "Hd11": "test_length_filter", "Hd12": "test_files",
-    "He01": "test_kill_at_any_moment_and_resume", "He02": "test_bfloat16_weights_move_by_float32_masters",
-    "He03": "test_disk_full", "He04": "test_checkpoints_are_ordered_by_number", "He05": "test_disk_full",
-    "He06": "test_non_finite_steps", "He07": "test_signals_save_within_a_step", "He08": "test_memory_flags_do_not_change_the_result",
-    "He09": "test_resume_is_bit_for_bit", "He10": "test_sampler_mask_logprobs_and_uniforms",
-    "He11": "test_mistakes_of_machine_and_number", "He12": "test_evaluation_changes_nothing_and_counts_every_row",
+    "Hc07": "test_padded_vocabulary_gives_no_nan", "Hc08": "test_handed_divergences",
+    "Hc09": "test_handed_divergences", "Hc10": "test_length_filter",
+    "Hc11": "test_hidden_states_equal_one_row_at_a_time", "Hc12": "test_tails_and_start_token",
+    "Hc13": "test_dropout_is_off", "Hc14": "test_dropout_is_off",
+    "Hc15": "test_the_teacher_stays_where_it_was", "Hc16": "test_divergences_by_hand",
+    "Hc17": "test_distill_residual_is_the_gradient", "Hc18": "test_gold_is_only_in_the_teachers_prompt",
+    "Hc19": "test_tails_and_start_token", "Hd01": "test_tails_and_start_token", "Hd02": "test_load_model",
+    "Hd03": "test_pad_equal_to_end_token", "Hd04": "test_tails_and_start_token",
+    "Hd05": "test_tails_and_start_token", "Hd06": "test_length_filter", "Hd07": "test_data_errors",
+    "Hd08": "test_load_model", "Hd09": "test_length_filter", "Hd10": "test_data_errors",
+    "Hd11": "test_length_filter", "Hd12": "test_files", "He01": "test_kill_at_any_moment_and_resume",
+    "He02": "test_bfloat16_weights_move_by_float32_masters", "He03": "test_disk_full",
+    "He04": "test_checkpoints_are_ordered_by_number", "He05": "test_disk_full",
+    "He06": "test_non_finite_steps", "He07": "test_signals_save_within_a_step",
+    "He08": "test_memory_flags_do_not_change_the_result", "He09": "test_resume_is_bit_for_bit",
+    "He10": "test_sampler_mask_logprobs_and_uniforms", "He11": "test_mistakes_of_machine_and_number",
+    "He12": "test_evaluation_changes_nothing_and_counts_every_row",
     "He13": "test_evaluation_changes_nothing_and_counts_every_row"}
 
 
 def test_every_report_has_its_test():
-    assert set(REPORTS) == {f"H{part}{i:02}" for part, n in zip("abcde", (34, 25, 19, 12, 13)) for i in range(1, n + 1)}
+    assert set(REPORTS) == {f"H{part}{i:02}" for part, n in zip("abcde", (34, 25, 19, 12, 13))
+                            for i in range(1, n + 1)}
     tests = {node.name for node in ast.parse(pathlib.Path(__file__).read_text()).body
              if isinstance(node, ast.FunctionDef)}
-    assert [r for r, name in REPORTS.items() if name not in tests and not name.startswith("cannot occur: ")] == []
+    assert [r for r, name in REPORTS.items() if name not in tests
+            and not name.startswith("cannot occur: ")] == []
 
 
 def test_what_stands_behind_the_end_token_is_not_scored():  # Ha32
     tok = train.toy_tokenizer()
     ids = torch.tensor([tok("#### 8 <eos> #### 9")["input_ids"]])
-    mask = torch.tensor([[1, 1, 1, 0, 0]]).bool()  # as m3.sample makes it: the first end token is in, all after it out
+    # as m3.sample makes it: the first end token is in, all after it out
+    mask = torch.tensor([[1, 1, 1, 0, 0]]).bool()
     assert m3.decode(tok, ids, mask) == ["#### 8"]
     assert [m3.verify(*m3.decode(tok, ids, mask), gold, "toy") for gold in "89"] == [1, 0]
 
@@ -3364,15 +3464,19 @@ def test_handed_reductions():
     mask = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]]).bool()
     loss = torch.tensor([[4.0] * 6, [1.0] * 6])
     halves = [(m3.token_weights(mask[i:i + 1], 2, mask.sum()) * loss[i]).sum().item() for i in range(2)]
-    assert sum(halves) == pytest.approx(1.75)  # Hb16: two micro-batches of 2 and 6 tokens; their own means would give 2.5
-    assert sum((m3.token_weights(mask[i:i + 1], 2) * loss[i]).sum().item() for i in range(2)) == pytest.approx(2.5)  # 1/N_i: that is it
+    # Hb16: two micro-batches of 2 and 6 tokens; their own means would give 2.5
+    assert sum(halves) == pytest.approx(1.75)
+    # 1/N_i: that is it
+    assert sum((m3.token_weights(mask[i:i + 1], 2) * loss[i]).sum().item()
+               for i in range(2)) == pytest.approx(2.5)
     kl, mask = torch.tensor([[0.4, 0.2, 9.0, 9.0]]), torch.tensor([[1, 1, 0, 0]]).bool()
     for tokens in (None, mask.sum()):
         assert (m3.token_weights(mask, 1, tokens) * kl).sum().item() == pytest.approx(0.3)  # Hc06
     S, T = torch.randn(2, 5, 11), torch.randn(2, 5, 11)  # Hc05: a sum over words, then a mean over tokens
     D, every = m3.divergence(S, T, "fkl"), torch.ones(2, 5).bool()
     terms = F.kl_div(S.log_softmax(-1), T.log_softmax(-1), reduction="none", log_target=True)
-    assert D.shape == (2, 5) and (m3.token_weights(every, 2) * D).sum().item() == pytest.approx(terms.sum().item() / 10)
+    assert D.shape == (2, 5)
+    assert (m3.token_weights(every, 2) * D).sum().item() == pytest.approx(terms.sum().item() / 10)
     far = torch.tensor([95.0, -95.0, 95.0])  # Hb20: exp(95) is inf in float32
     A = m3.rlsd_advantages(torch.tensor([1.0, -1.0, 0.0]), far, torch.zeros(3), lam=0.5)
     assert A.tolist() == pytest.approx([1.1, -1.1, 0.0])
@@ -3380,21 +3484,27 @@ def test_handed_reductions():
 
 def test_handed_divergences():
     T, S = torch.tensor([0.6, 0.2, 0.15, 0.05]).log(), torch.tensor([0.7, 0.25, 0.03, 0.02]).log()
-    assert m3.divergence(S, T, "fkl").item() == pytest.approx(0.1501, abs=1e-4)  # Hc08: the full sum, never below 0
+    # Hc08: the full sum, never below 0
+    assert m3.divergence(S, T, "fkl").item() == pytest.approx(0.1501, abs=1e-4)
     bucket = [torch.cat([p[:2], p[2:].exp().sum().log()[None]]) for p in (S, T)]
-    torch.testing.assert_close(m3.sdpo_residual(S, T, 2)[:2], m3.distill_residual(*bucket, "jsd")[:2])  # SDPO: with the tail
-    T, S = torch.tensor([0.8, 0.1, 0.1]).log(), torch.tensor([0.2, 0.4, 0.4]).log()  # Hc09: the token's sum is clipped
+    # SDPO: with the tail
+    torch.testing.assert_close(m3.sdpo_residual(S, T, 2)[:2], m3.distill_residual(*bucket, "jsd")[:2])
+    # Hc09: the token's sum is clipped
+    T, S = torch.tensor([0.8, 0.1, 0.1]).log(), torch.tensor([0.2, 0.4, 0.4]).log()
     assert m3.divergence(S, T, "fkl").item() == pytest.approx(0.8318, abs=1e-4)
-    assert (m3.distill_residual(S, T, "fkl", tau=0.05) == 0).all() and (m3.distill_residual(S, T, "fkl", tau=0.84) != 0).all()
+    assert (m3.distill_residual(S, T, "fkl", tau=0.05) == 0).all()
+    assert (m3.distill_residual(S, T, "fkl", tau=0.84) != 0).all()
 
 
 def test_pad_equal_to_end_token():  # Hb10, Hd03
     model = tiny()
-    a, b = (m3.sample(model, PROMPTS, 8, 9, eos_ids=[EOS, 2], pad_id=pad, generator=torch.Generator().manual_seed(5)) for pad in (EOS, PAD))
+    a, b = (m3.sample(model, PROMPTS, 8, 9, eos_ids=[EOS, 2], pad_id=pad,
+                      generator=torch.Generator().manual_seed(5)) for pad in (EOS, PAD))
     assert torch.equal(a[1], b[1]) and torch.equal(a[0][a[1]], b[0][b[1]]) and not a[1].all()
     for row, mask in zip(*a[:2]):
         ends = torch.isin(row, torch.tensor([EOS, 2])).nonzero()
-        assert mask.sum() == (int(ends[0]) + 1 if len(ends) else len(row))  # `ids != pad` would leave the end token out
+        # `ids != pad` would leave the end token out
+        assert mask.sum() == (int(ends[0]) + 1 if len(ends) else len(row))
     h = [m3.hidden_states(model.base_model, each(PROMPTS, 8), a[0], pad)[a[1]] for pad in (EOS, PAD)]
     assert torch.equal(*h)
 
@@ -3402,25 +3512,29 @@ def test_pad_equal_to_end_token():  # Hb10, Hd03
 def test_models_that_return_all_logits():  # Hb05
     model, other = tiny(), tiny()
     other.forward = lambda logits_to_keep=0, f=other.forward, **kw: f(**kw)
-    a, b = (m3.sample(m, PROMPTS, 2, 5, eos_ids=[EOS], pad_id=PAD, generator=torch.Generator().manual_seed(0)) for m in (model, other))
+    a, b = (m3.sample(m, PROMPTS, 2, 5, eos_ids=[EOS], pad_id=PAD, generator=torch.Generator().manual_seed(0))
+            for m in (model, other))
     assert torch.equal(a[0], b[0]) and torch.allclose(a[2], b[2], atol=1e-5)
 
 
 def test_a_word_of_probability_zero_is_never_drawn():
     for u in (0.0, 1 - 2**-24):  # the ends of what torch.rand can give
-        a = m3.sample(tiny(), PROMPTS, 2, 6, eos_ids=[EOS], pad_id=PAD, uniforms=torch.full((6, 6), u), top_k=1)
+        a = m3.sample(tiny(), PROMPTS, 2, 6, eos_ids=[EOS], pad_id=PAD, uniforms=torch.full((6, 6), u),
+                      top_k=1)
         b = m3.sample(tiny(), PROMPTS, 2, 6, 0.0, eos_ids=[EOS], pad_id=PAD)
         assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
-@pytest.mark.parametrize("prompts, tokens", [(PROMPTS, [[EOS]] * 6), ([[5], [6]], [[EOS, PAD], [7, EOS]] * 2)])
+@pytest.mark.parametrize("prompts, tokens",
+                         [(PROMPTS, [[EOS]] * 6), ([[5], [6]], [[EOS, PAD], [7, EOS]] * 2)])
 def test_empty_replies_and_one_token_prompts(prompts, tokens):
     model, tokens, G = tiny(), torch.tensor(tokens), 2
     h = m3.hidden_states(model.base_model, each(prompts, G), tokens, PAD)
     z = model.get_output_embeddings()(h)
     for row in range(len(tokens)):
         full = torch.tensor([prompts[row // G] + tokens[row].tolist()])
-        torch.testing.assert_close(z[row], model(full).logits[0, -tokens.shape[1] - 1:-1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(z[row], model(full).logits[0, -tokens.shape[1] - 1:-1], rtol=1e-4,
+                                   atol=1e-4)
 
 
 def test_nothing_but_masked_tokens():  # Hb19
@@ -3429,7 +3543,8 @@ def test_nothing_but_masked_tokens():  # Hb19
     none = torch.zeros_like(mask)
     h = m3.hidden_states(model.base_model, each(PROMPTS, 3), tokens, PAD)[none]
     z, params = model.get_output_embeddings()(h), list(model.parameters())
-    seed = m3.m3_seed(m3.distill_residual(z, z), m3.reward_residual(z, tokens[none], torch.ones(0)), torch.ones(0), 0.1)
+    seed = m3.m3_seed(m3.distill_residual(z, z), m3.reward_residual(z, tokens[none], torch.ones(0)),
+                      torch.ones(0), 0.1)
     into = [torch.zeros_like(p) for p in params]
     m3.accumulate(into, z, params, seed)
     assert z.shape == (0, 23) and all((g == 0).all() for g in into)
@@ -3440,10 +3555,12 @@ def test_nothing_but_masked_tokens():  # Hb19
 # --- the program: what it trains on ------------------------------------------------------------------------------------------------
 
 
-def test_training_and_evaluation_use_one_verifier(world, monkeypatch):  # Ha19; and a batch of all-equal groups
+def test_training_and_evaluation_use_one_verifier(world, monkeypatch):
+    # Ha19; and a batch of all-equal groups
     monkeypatch.setattr(m3, "verify", lambda text, gold, kind: 1)
     lines = run(world, "--method", "grpo", "--out", "paid", "--steps", "2")
-    assert all(x["reward"] == x["zero_advantage"] == 1 and x["grad_norm"] == x["kappa"] == x["phi"] == 0 for x in lines[1:])
+    assert all(x["reward"] == x["zero_advantage"] == 1
+               and x["grad_norm"] == x["kappa"] == x["phi"] == 0 for x in lines[1:])
     assert lines[2]["accuracy"] == 1
     start = train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).state_dict()
     assert all(torch.equal(v, start[k]) for k, v in weights(world, "paid").items())
@@ -3457,9 +3574,11 @@ def test_replies_of_only_an_end_token(world, untried, monkeypatch, method):
     monkeypatch.setattr(m3, "sample", ended_at_once)
     line = run(world, "--method", method, "--out", f"eos-{method}", "--steps", "1", "--kernel", "local")[1]
     known = {k: v for k, v in line.items() if v is not None and k != "collapsed"}
-    assert all(math.isfinite(v) for v in known.values()) and {"grad_norm", "kappa", "phi", "conflict"} <= set(known)
+    assert all(math.isfinite(v) for v in known.values())
+    assert {"grad_norm", "kappa", "phi", "conflict"} <= set(known)
     assert (line["length"], line["reward"], line["truncated"], line["kappa"]) == (1, 0, 0, 0)
-    assert (line["grad_norm"] > 0) == (method in ("m3-soft", "pcgrad"))  # only the teacher has something to say
+    # only the teacher has something to say
+    assert (line["grad_norm"] > 0) == (method in ("m3-soft", "pcgrad"))
 
 
 def test_all_replies_cut_is_said_once(world, untried, monkeypatch, capsys):  # Ha33
@@ -3474,10 +3593,13 @@ def test_all_replies_cut_is_said_once(world, untried, monkeypatch, capsys):  # H
     assert (said.out + said.err).count("--max-new-tokens") == 1
 
 
-def test_scores_are_the_sampled_probabilities(world, rewarded, untried, monkeypatch):  # Hb12: at a temperature that is not 1
+def test_scores_are_the_sampled_probabilities(world, rewarded, untried, monkeypatch):
+    # Hb12: at a temperature that is not 1
     seen = []
-    monkeypatch.setattr(m3, "sample", lambda *args, f=m3.sample, **kw: seen.append(f(*args, **kw)) or seen[-1])
-    monkeypatch.setattr(m3, "group_advantages", lambda *args, f=m3.group_advantages: seen.append(f(*args)) or seen[-1])
+    monkeypatch.setattr(m3, "sample",
+                        lambda *args, f=m3.sample, **kw: seen.append(f(*args, **kw)) or seen[-1])
+    monkeypatch.setattr(m3, "group_advantages",
+                        lambda *args, f=m3.group_advantages: seen.append(f(*args)) or seen[-1])
     line = run(world, "--method", "grpo", "--temperature", "0.5", "--out", "cool", "--steps", "1")[1]
     tokens, mask, logprobs = seen[1]  # 0 is the evaluation before training
     loss = -(m3.token_weights(mask, len(mask)) * seen[2][:, None] * logprobs).sum().item()
@@ -3497,25 +3619,30 @@ def test_the_text_of_a_reply_is_not_trained_on(world, monkeypatch):  # Hb24
     assert all(torch.equal(one[k], two[k]) for k in one)
 
 
-def test_a_smaller_last_micro_batch(world, rewarded):  # Hb17: 16 rows as 12 and 4, or, across groups, as 5, 5, 5 and 1
+def test_a_smaller_last_micro_batch(world, rewarded):
+    # Hb17: 16 rows as 12 and 4, or, across groups, as 5, 5, 5 and 1
     for method, reduction in (("hybrid", "response"), ("hybrid", "token"), ("m3-soft", "response")):
-        argv = ["--method", method, "--reduction", reduction, "--steps", "1", "--kernel", "local"]  # K_DR, alpha_eff: local's
+        # K_DR, alpha_eff: local's
+        argv = ["--method", method, "--reduction", reduction, "--steps", "1", "--kernel", "local"]
         a, *others = (run(world, *argv, "--out", f"mb{size}-{method}-{reduction}", "--micro-batch", size)[1]
                       for size in ("0", "12", "5"))
         for b in others:
-            assert all(a[k] == pytest.approx(b[k], rel=1e-4) for k in ("grad_norm", "loss_R", "loss_D", "kappa", "phi", "alpha_eff"))
+            assert all(a[k] == pytest.approx(b[k], rel=1e-4)
+                       for k in ("grad_norm", "loss_R", "loss_D", "kappa", "phi", "alpha_eff"))
 
 
 def test_micro_batches_hold_rows_of_like_length(world, rewarded, untried, monkeypatch):
     """The longest first, each cut at its own longest; every row once, with its own prompt."""
     seen, hidden, sample = [], m3.hidden_states, m3.sample
-    cut = torch.arange(12) < torch.tensor([5, 3, 12, 1] * 4)[:, None]  # an untrained model hardly ever ends its reply
-    monkeypatch.setattr(m3, "sample", lambda *a, **kw: [x & cut[:len(x), :x.shape[1]] if x.dtype == torch.bool else x
+    # an untrained model hardly ever ends its reply
+    cut = torch.arange(12) < torch.tensor([5, 3, 12, 1] * 4)[:, None]
+    monkeypatch.setattr(m3, "sample",
+                        lambda *a, **kw: [x & cut[:len(x), :x.shape[1]] if x.dtype == torch.bool else x
                                                         for x in sample(*a, **kw)])
     monkeypatch.setattr(m3, "hidden_states", lambda backbone, prompts, tokens, *a, **kw: (
         seen.append((prompts, tokens)) or hidden(backbone, prompts, tokens, *a, **kw)))
-    line = run(world, "--method", "grpo", "--stats-every", "0", "--kdr-every", "0", "--steps", "1", "--max-new-tokens", "12",
-               "--micro-batch", "3", "--out", "sorted")[1]
+    line = run(world, "--method", "grpo", "--stats-every", "0", "--kdr-every", "0", "--steps", "1",
+               "--max-new-tokens", "12", "--micro-batch", "3", "--out", "sorted")[1]
     widths = [tokens.shape[1] for _, tokens in seen]
     assert widths == [12, 12, 5, 3, 1, 1] and line["length"] == 5.25 and line["grad_norm"] > 0
     assert [len(prompts) for prompts, _ in seen] == [3, 3, 3, 3, 3, 1]
@@ -3526,14 +3653,17 @@ def test_micro_batches_hold_rows_of_like_length(world, rewarded, untried, monkey
 def test_distillation_comes_nearer(world, monkeypatch):  # Hb21
     """The sign of the whole chain, from residual to weights: on the same problems again and again, OPD's loss falls."""
     monkeypatch.setattr(m3, "draw_problems", lambda n, count, seed, step: range(count))
-    lines = run(world, *"--method opd --lr 3e-3 --steps 12 --save-every 12 --eval-every 12 --out near".split())
+    lines = run(world,
+                *"--method opd --lr 3e-3 --steps 12 --save-every 12 --eval-every 12 --out near".split())
     assert lines[-1]["loss_D"] < 0.85 * lines[1]["loss_D"]
 
 
 @pytest.mark.parametrize("extra", [[], ["--gradient-checkpointing"]])
-def test_dropout_is_off(world, extra):  # Hb14, Hc13, Hc14: GPT-2 has dropout 0.1; a teacher with the same weights agrees exactly
+def test_dropout_is_off(world, extra):
+    # Hb14, Hc13, Hc14: GPT-2 has dropout 0.1; a teacher with the same weights agrees exactly
     real_world(world, "gpt2", "model-gpt2")
-    line = run(world, *argv, "--teacher", "model-gpt2", "--method", "opd", "--lr", "0", "--steps", "1", "--out", f"drop{len(extra)}", *extra)[1]
+    line = run(world, *argv, "--teacher", "model-gpt2", "--method", "opd", "--lr", "0", "--steps", "1",
+               "--out", f"drop{len(extra)}", *extra)[1]
     assert line["loss_D"] == pytest.approx(0, abs=1e-6) and line["grad_norm"] < 1e-3
 
 
@@ -3543,25 +3673,31 @@ def test_the_teacher_stays_where_it_was(world, rewarded, untried, monkeypatch): 
     run(world, "--method", "m3-eg", "--lr", "1e-2", "--out", "teacher")
     start = train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).state_dict()
     student, teacher = (m.state_dict() for m in models)
-    assert all(torch.equal(v, start[k]) for k, v in teacher.items()) and not torch.equal(student["lm_head.weight"], start["lm_head.weight"])
+    assert all(torch.equal(v, start[k]) for k, v in teacher.items())
+    assert not torch.equal(student["lm_head.weight"], start["lm_head.weight"])
     assert not any(p.requires_grad for p in models[1].parameters())
 
 
 def test_evaluation_changes_nothing_and_counts_every_row(monkeypatch):  # He12, He13
     verdicts = iter([1, 1, 1, 1, 1, 1, 0, 0, 1, 0])  # batches of 4, 4, 2 with 4, 2, 1 right
     monkeypatch.setattr(m3, "verify", lambda text, gold, kind: next(verdicts))
-    model, rows = tiny(vocab=len(train.TOY_WORDS)).train(), [dict(prompt_ids=[5, 6 + i], answer="1", kind="toy") for i in range(10)]
+    model, rows = tiny(vocab=len(train.TOY_WORDS)).train(), [dict(prompt_ids=[5, 6 + i], answer="1",
+                                                                  kind="toy") for i in range(10)]
     before, noise = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     sizes, flags = [], train.argparse.Namespace(prompts_per_step=2, group_size=2, max_new_tokens=3)
-    monkeypatch.setattr(m3, "sample", lambda model, prompts, *a, f=m3.sample, **kw: sizes.append(len(prompts)) or f(model, prompts, *a, **kw))
+    monkeypatch.setattr(m3, "sample",
+                        lambda model, prompts, *a, f=m3.sample, **kw: sizes.append(len(prompts))
+                        or f(model, prompts, *a, **kw))
     accuracy, texts = train.evaluate(model, train.toy_tokenizer(), rows, flags, [1])
     assert (accuracy, len(texts), sizes) == (0.7, 10, [4, 4, 2])
     assert model.training and torch.equal(noise, torch.get_rng_state())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-def test_random_probes_follow_the_seed(world, rewarded):  # kernel hutchinson: not the global generator, which evaluations may move
-    argv = [*real_world(world, "llama", "model-llama"), *"--prompts-per-step 1 --group-size 2 --max-new-tokens 2 --steps 1 --kernel hutchinson".split()]
+def test_random_probes_follow_the_seed(world, rewarded):
+    # kernel hutchinson: not the global generator, which evaluations may move
+    argv = [*real_world(world, "llama", "model-llama"),
+            *"--prompts-per-step 1 --group-size 2 --max-new-tokens 2 --steps 1 --kernel hutchinson".split()]
     lines = []
     for i in range(2):
         torch.manual_seed(i)
@@ -3576,16 +3712,19 @@ def one_line(capsys, *words):
     """The error is one line that names the mend, and no traceback."""
     said = capsys.readouterr().err
     errors = [line for line in said.splitlines() if "train.py: error:" in line]
-    assert len(errors) == 1 and "Traceback" not in said and all(word in errors[0] for word in words), said[-2000:]
+    assert len(errors) == 1 and "Traceback" not in said and all(word in errors[0]
+                                                                for word in words), said[-2000:]
     return errors[0]
 
 
 @pytest.mark.parametrize("argv, word", [
-    ("--device gpu9", "--device"), ("--lora-rank -1", "--lora-rank"), ("--threads -1", "--threads"), ("--few-shot -1", "--few-shot"),
-    (f"--seed {10**30}", "--seed"), ("--seed -1", "--seed"), ("--beta nan", "--beta"), ("--lr inf", "--lr"), ("--lr nan", "--lr"),
-    ("--eps inf", "--eps"), ("--eta-in nan", "--eta-in"), ("--weight-decay nan", "--weight-decay"), ("--lr 1e30", "--lr"),
-    ("--out file/run", "file/run"), ("--out file", "cannot write"), ("--resume unsaved", "delete it"), ("--plot unlogged", "unlogged"),
-    ("--teacher ./none --model model-llama", "--teacher ./none"), ("--model other --kernel logit", "embeddings"), ("--prompts-per-step 3", "--prompts-per-step"),
+    ("--device gpu9", "--device"), ("--lora-rank -1", "--lora-rank"), ("--threads -1", "--threads"),
+    ("--few-shot -1", "--few-shot"), (f"--seed {10**30}", "--seed"), ("--seed -1", "--seed"),
+    ("--beta nan", "--beta"), ("--lr inf", "--lr"), ("--lr nan", "--lr"), ("--eps inf", "--eps"),
+    ("--eta-in nan", "--eta-in"), ("--weight-decay nan", "--weight-decay"), ("--lr 1e30", "--lr"),
+    ("--out file/run", "file/run"), ("--out file", "cannot write"), ("--resume unsaved", "delete it"),
+    ("--plot unlogged", "unlogged"), ("--teacher ./none --model model-llama", "--teacher ./none"),
+    ("--model other --kernel logit", "embeddings"), ("--prompts-per-step 3", "--prompts-per-step"),
     ("--compare grpo", "torchrun"), ("--hint-error 1.1", "--hint-error"), ("--eg-gate hard", "--eg-gate"),
     ("--lam 0.999", "0.056"), ("--lam 0.001", "--lam"), ("--hint-error 0.5 --teacher larger", "--hint-error"),
     ("--stats-every -1", "--stats-every"), ("--seeds 0", "--seeds"), ("--steps 1.5", "whole number"),
@@ -3594,7 +3733,8 @@ def one_line(capsys, *words):
 def test_mistakes_of_machine_and_number(world, capsys, monkeypatch, argv, word):  # He11, Hd08 ...
     (world / "file").write_text("a file, not a folder")
     real_world(world, "llama", "model-llama")
-    if "other" in argv and not (world / "other").exists():  # a folder whose tokenizer belongs to a larger model
+    # a folder whose tokenizer belongs to a larger model
+    if "other" in argv and not (world / "other").exists():
         tiny_model("llama", vocab_size=20).save_pretrained(world / "other")
         transformers.AutoTokenizer.from_pretrained(world / "model-llama").save_pretrained(world / "other")
     for name in ("unsaved", "unlogged"):  # killed before its first checkpoint; no log at all
@@ -3611,7 +3751,8 @@ def test_models_without_a_longest_context(world, rewarded):
         tok = transformers.AutoTokenizer.from_pretrained(world / "model-gpt2")
         bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=len(tok), hidden_size=16, n_layer=1, n_head=2))
         bloom.save_pretrained(folder), tok.save_pretrained(folder)
-    assert run(world, "--model", "no-limit", "--out", "unlimited", "--steps", "1")[1]["grad_norm"] > 0  # its positions are ALiBi's
+    # its positions are ALiBi's
+    assert run(world, "--model", "no-limit", "--out", "unlimited", "--steps", "1")[1]["grad_norm"] > 0
 
 
 def test_no_code_from_a_model_folder_is_run(world, capsys, monkeypatch):
@@ -3620,7 +3761,8 @@ def test_no_code_from_a_model_folder_is_run(world, capsys, monkeypatch):
     (folder / "evil.py").write_text("open('evil-ran', 'w').write('x')\nclass T: pass\nclass M: pass\nclass C: pass\n")
     names = {"AutoTokenizer": ["evil.T", None], "AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
     for name in ("config.json", "tokenizer_config.json"):
-        (folder / name).write_text(json.dumps({"auto_map": names, "model_type": "evil", "tokenizer_class": "T"}))
+        (folder / name).write_text(json.dumps({"auto_map": names, "model_type": "evil",
+                                               "tokenizer_class": "T"}))
     asked = []
     monkeypatch.setattr("builtins.input", lambda *question: asked.append(question) or "y")
     run(world, "--model", "evil", "--out", "evil-run", code=2)
@@ -3762,7 +3904,9 @@ def test_a_resume_keeps_its_flags(world, saved, capsys):
     assert [line["lr"] for line in records(saved)[1:]] == [1e-4] * 3 + [1e-3] * 2
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")])
+@pytest.mark.parametrize("error",
+                         [OSError(28, "No space left on device"),
+                          RuntimeError("PytorchStreamWriter failed writing file")])
 def test_disk_full(world, saved, rewarded, capsys, monkeypatch, error):  # He03, He05
     repaired(world, 1)
     def half(state, path, f=torch.save):
@@ -3774,11 +3918,14 @@ def test_disk_full(world, saved, rewarded, capsys, monkeypatch, error):  # He03,
     run(world, "--resume", "hurt", "--steps", "9", code=1)
     one_line(capsys, str(error)[-20:], "--resume hurt")
     out = world / "hurt"
-    assert os.readlink(out / "last") == "checkpoint-4" and not (out / "checkpoint-5").exists() and not list(out.glob(".*"))
-    assert train.Qwen3ForCausalLM.from_pretrained(out / "last") and torch.load(out / "last/trainer.pt", weights_only=True)["step"] == 4
+    assert os.readlink(out / "last") == "checkpoint-4" and not (out / "checkpoint-5").exists()
+    assert not list(out.glob(".*"))
+    assert train.Qwen3ForCausalLM.from_pretrained(out / "last")
+    assert torch.load(out / "last/trainer.pt", weights_only=True)["step"] == 4
     monkeypatch.undo()
     monkeypatch.setattr(m3, "verify", lambda text, gold, kind: len(text) % 2)
-    assert [line["step"] for line in run(world, "--resume", "hurt", "--out", "hurt", "--steps", "5")] == list(range(6))
+    assert [line["step"]
+            for line in run(world, "--resume", "hurt", "--out", "hurt", "--steps", "5")] == list(range(6))
 
 
 def test_disk_full_between_checkpoints(world, capsys, monkeypatch):
@@ -3857,14 +4004,19 @@ def test_a_folder_has_one_run_at_a_time(world, saved, monkeypatch, capsys):
 @pytest.mark.parametrize("method", ["m3-soft", "m3-eg", "minnorm"])
 def test_non_finite_steps(world, rewarded, monkeypatch, capsys, method):  # He06
     bad, step = {2}, [0]
-    monkeypatch.setattr(m3, "draw_problems", lambda *a, f=m3.draw_problems: step.__setitem__(0, a[-1]) or f(*a))
-    monkeypatch.setattr(m3, "hidden_states", lambda *a, f=m3.hidden_states, **kw: f(*a, **kw) * (math.nan if step[0] in bad else 1))
+    monkeypatch.setattr(m3, "draw_problems",
+                        lambda *a, f=m3.draw_problems: step.__setitem__(0, a[-1]) or f(*a))
+    monkeypatch.setattr(m3, "hidden_states",
+                        lambda *a, f=m3.hidden_states, **kw: f(*a,
+                                                               **kw) * (math.nan if step[0] in bad else 1))
     argv = ["--method", method, "--steps", "5", "--eval-every", "5"]
     lines = run(world, *argv, "--out", f"nan1-{method}")
     out, load = world / f"nan1-{method}", lambda f: train.Qwen3ForCausalLM.from_pretrained(f).state_dict()
     one, two, three = (load(out / f"checkpoint-{i}") for i in (1, 2, 3))
-    assert lines[2]["grad_norm"] is lines[2]["loss_D"] is None and all(line["grad_norm"] > 0 for line in lines[1:2] + lines[3:])
-    assert all(torch.equal(one[k], two[k]) and torch.isfinite(three[k]).all() for k in one)  # not applied, and nothing stays behind
+    assert lines[2]["grad_norm"] is lines[2]["loss_D"] is None
+    assert all(line["grad_norm"] > 0 for line in lines[1:2] + lines[3:])
+    # not applied, and nothing stays behind
+    assert all(torch.equal(one[k], two[k]) and torch.isfinite(three[k]).all() for k in one)
     assert any(not torch.equal(two[k], three[k]) for k in one)
     batch = torch.load(out / "non-finite-2-rank-0.pt", weights_only=True)
     assert batch["step"] == 2 and batch["tokens"].shape == batch["mask"].shape and len(batch["rewards"]) == 16
@@ -3874,7 +4026,8 @@ def test_non_finite_steps(world, rewarded, monkeypatch, capsys, method):  # He06
     one_line(capsys, "three non-finite steps")
     out = world / f"nan3-{method}"
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [0, 1, 2, 3, 4] and {f.name for f in out.glob("non*")} == {f"non-finite-{i}-rank-0.pt" for i in (2, 3, 4)}
+    assert steps == [0, 1, 2, 3, 4]
+    assert {f.name for f in out.glob("non*")} == {f"non-finite-{i}-rank-0.pt" for i in (2, 3, 4)}
     assert all(torch.equal(v, one[k]) for k, v in load(out / "last").items())
 
 
@@ -3903,9 +4056,11 @@ def test_a_moving_teacher_is_resumed(world, rewarded, method, steps):
     argv, out = ["--method", method, "--lr", "1e-2", "--eval-every", "1"], f"state-{method}"
     run(world, *argv, "--out", out, "--steps", "1")
     if steps > 1:  # RLSD's teacher moves at step 20: let this be step 19
-        state, log = torch.load(world / out / "last/trainer.pt", weights_only=True), records(world / out)[1] | dict(seconds=1.0)
+        state, log = torch.load(world / out / "last/trainer.pt",
+                                weights_only=True), records(world / out)[1] | dict(seconds=1.0)
         torch.save(state | dict(step=steps), world / out / "last/trainer.pt")
-        (world / out / "metrics.jsonl").write_text("".join(json.dumps(log | dict(step=i)) + "\n" for i in range(steps + 1)))
+        (world / out / "metrics.jsonl").write_text("".join(json.dumps(log | dict(step=i)) + "\n"
+                                                           for i in range(steps + 1)))
     shutil.copytree(world / out, world / f"{out}-2", symlinks=True)
     whole = run(world, "--resume", out, "--out", out, "--steps", str(steps + 2))
     run(world, "--resume", f"{out}-2", "--out", f"{out}-2", "--steps", str(steps + 1))
@@ -4221,20 +4376,25 @@ def recipe_run(tmp_path_factory):
     """
     trl = pytest.importorskip("trl")
     tok, rows = train.toy_tokenizer(), train.toy_rows(6, 0)
-    model = tiny(vocab=len(tok), max_position_embeddings=256, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    model = tiny(vocab=len(tok), max_position_embeddings=256, pad_token_id=0, eos_token_id=1,
+                 bos_token_id=None)
     start = copy.deepcopy(model)
-    model.generation_config.eos_token_id = list(range(1, 30))  # so that random responses end, at different lengths
-    args = trl.GRPOConfig(str(tmp_path_factory.mktemp("trl")), num_generations=4, per_device_train_batch_size=4,
-                          gradient_accumulation_steps=2, max_steps=1, max_completion_length=12, learning_rate=1e-2,
-                          max_grad_norm=0.0, lr_scheduler_type="constant", temperature=1.3, use_cpu=True, bf16=False,
-                          gradient_checkpointing=False, report_to="none", save_strategy="no", logging_strategy="no",
-                          disable_tqdm=True)
+    # so that random responses end, at different lengths
+    model.generation_config.eos_token_id = list(range(1, 30))
+    args = trl.GRPOConfig(str(tmp_path_factory.mktemp("trl")), num_generations=4,
+                          per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=1,
+                          max_completion_length=12, learning_rate=1e-2, max_grad_norm=0.0,
+                          lr_scheduler_type="constant", temperature=1.3, use_cpu=True, bf16=False,
+                          gradient_checkpointing=False, report_to="none", save_strategy="no",
+                          logging_strategy="no", disable_tqdm=True)
     names = dict(model=model, tokenizer=tok, args=args, rows=rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(m3, "verify", lambda text, gold, kind: len(text) % 2)  # a random model never answers right
+        # a random model never answers right
+        patch.setattr(m3, "verify", lambda text, gold, kind: len(text) % 2)
         exec(recipe(), names)
         trainer = names["trainer"]
-        assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters()))  # it has trained
+        # it has trained
+        assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters()))
 
         steps, batches = [], []  # (weights, micro-batches, gradient) of each step
 
@@ -4245,7 +4405,8 @@ def recipe_run(tmp_path_factory):
                 batches.clear()
 
         inner = trainer._compute_loss
-        patch.setattr(trainer, "_compute_loss", lambda model, inputs: batches.append(inputs) or inner(model, inputs))
+        patch.setattr(trainer, "_compute_loss",
+                      lambda model, inputs: batches.append(inputs) or inner(model, inputs))
         trainer.add_callback(Record())
         args.max_steps = 2
         trainer.train()
@@ -4271,12 +4432,14 @@ def m3_soft_gradient(model, teacher, batches, alpha_max=0.15, sharpness=1.0, eps
         z_T, leaf = z_T.detach(), z.detach().requires_grad_()
         log_p = leaf.log_softmax(-1)
         (delta_R,) = torch.autograd.grad(-A * log_p[range(len(y)), y].sum(), leaf, retain_graph=True)
-        (delta_D,) = torch.autograd.grad(F.kl_div(log_p, z_T.log_softmax(-1), log_target=True, reduction="sum"), leaf)
+        (delta_D,) = torch.autograd.grad(F.kl_div(log_p, z_T.log_softmax(-1), log_target=True,
+                                                  reduction="sum"), leaf)
         size_R, size_D = delta_R.norm(dim=-1, keepdim=True), delta_D.norm(dim=-1, keepdim=True)
         cos = (delta_R * delta_D).sum(-1, keepdim=True) / (size_R * size_D).clamp(min=1e-30)
         alpha = alpha_max / (1 + torch.exp(-sharpness * cos))
         seed = alpha * delta_D / (size_D + eps) + (1 - alpha) * delta_R / (size_R + eps)
-        total = total + (seed * z).sum() / len(y) / len(rows)  # seed has no graph: the gradient in z is the seed
+        # seed has no graph: the gradient in z is the seed
+        total = total + (seed * z).sum() / len(y) / len(rows)
     return torch.autograd.grad(total, list(model.parameters()))
 
 
@@ -4311,7 +4474,8 @@ def test_trl_recipe_steps_in_the_right_direction(recipe_run, monkeypatch):
     model, inputs = trainer.model, steps[-1][1][0]
     home = copy.deepcopy(model.state_dict())
     for b in range(4):
-        only = {k: v[b:b + 1, :1] if k.startswith("completion") else v[b:b + 1] for k, v in inputs.items() if v.dim()}
+        only = {k: v[b:b + 1, :1] if k.startswith("completion") else v[b:b + 1]
+                for k, v in inputs.items() if v.dim()}
         y = only["completion_ids"][0]
         log_p = lambda reader, name: (reader(row_ids(inputs, b, name)[None]).logits[0, -1] / 1.3).log_softmax(-1)
         hinted = log_p(start.float(), "teacher").detach()
@@ -4319,7 +4483,8 @@ def test_trl_recipe_steps_in_the_right_direction(recipe_run, monkeypatch):
         for A, alpha_max, measure in (
                 (1.0, 0.0, lambda: -own()[y]),  # rewarded: becomes likelier
                 (-1.0, 0.0, lambda: own()[y]),  # punished: less likely
-                (0.0, 1.0, lambda: F.kl_div(own(), hinted, log_target=True, reduction="sum"))):  # closer to the teacher
+                # closer to the teacher
+                (0.0, 1.0, lambda: F.kl_div(own(), hinted, log_target=True, reduction="sum"))):
             monkeypatch.setattr(trainer, "alpha_max", alpha_max)
             model.zero_grad()
             trainer._compute_loss(model, only | {"advantages": torch.tensor([A])}).backward()
@@ -4347,8 +4512,10 @@ def timed(*jobs, repeats=7):
 
 
 def report(name, **figures):
-    print("\n" + json.dumps({"benchmark": name, "threads": torch.get_num_threads(), "torch": torch.__version__,
-                             **{k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in figures.items()}}))
+    print("\n" + json.dumps({"benchmark": name, "threads": torch.get_num_threads(),
+                             "torch": torch.__version__,
+                             **{k: float(f"{v:.3g}") if isinstance(v, float) else v
+                                for k, v in figures.items()}}))
 
 
 def toy_batch(P=8, G=8, N=24):
@@ -4372,7 +4539,8 @@ def seeded_step(model, prompts, tokens, mask, chunk=4096):
     leaf_grad, y, a = torch.zeros_like(leaf), tokens[mask], A[:, None].expand_as(mask)[mask]
     for c in (slice(i, i + chunk) for i in range(0, len(y), chunk)):
         z = head(leaf[c]).float()
-        m3.accumulate([leaf_grad, *into], z, [leaf, *params], m3.reward_residual(z.detach(), y[c], a[c]) * w[c, None])
+        m3.accumulate([leaf_grad, *into], z, [leaf, *params],
+                      m3.reward_residual(z.detach(), y[c], a[c]) * w[c, None])
     m3.accumulate(into, h, params, leaf_grad)
     return into
 
@@ -4392,10 +4560,13 @@ def test_benchmark_toy_step():
     full, attention, _ = m3.left_pad(each(ids, 8), 0)
     full, attention = torch.cat([full, tokens], 1), torch.cat([attention, mask.long()], 1)
     texts = m3.decode(tok, tokens, mask)
-    A = m3.group_advantages(torch.tensor([float(m3.verify(t, rows[i // 8]["answer"], "toy")) for i, t in enumerate(texts)]), 8)
+    A = m3.group_advantages(torch.tensor([float(m3.verify(t, rows[i // 8]["answer"], "toy"))
+                                          for i, t in enumerate(texts)]), 8)
     with torch.no_grad():
-        z_S, z_T = (model.lm_head(m3.hidden_states(model.base_model, each(p, 8), tokens, 0)) for p in (ids, teacher_ids))
-        delta = [mask[..., None] * x for x in (m3.distill_residual(z_S, z_T), m3.reward_residual(z_S, tokens, A))]
+        z_S, z_T = (model.lm_head(m3.hidden_states(model.base_model, each(p, 8), tokens, 0))
+                    for p in (ids, teacher_ids))
+        delta = [mask[..., None] * x
+                 for x in (m3.distill_residual(z_S, z_T), m3.reward_residual(z_S, tokens, A))]
     local = lambda: ntk.kdr_flat(model, full, attention, mask, [[x[mask] for x in delta]], "local", 10**6)
     params = list(model.parameters())
     optimizer = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in params])
@@ -4408,7 +4579,8 @@ def test_benchmark_toy_step():
     weights = [p for name, p in model.named_parameters() if p.ndim == 2]
     few, many = ([torch.randn(k, w.shape[1]) for w in weights] for k in (len(tokens), n))
 
-    def products():  # those of the model itself: once per sampled position, then forward and twice as much backward
+    def products():
+        # those of the model itself: once per sampled position, then forward and twice as much backward
         with torch.no_grad():
             for xs in [few] * tokens.shape[1] + [many] * 3:
                 [x @ w.T for x, w in zip(xs, weights)]
@@ -4416,9 +4588,11 @@ def test_benchmark_toy_step():
     left, real, positions = m3.left_pad(ids, 0)
     kv = m3.cache_name(model)
 
-    def calls():  # of the model alone, with as many rows and columns as a step: no choice of tokens, no residuals, no sums
+    def calls():
+        # of the model alone, with as many rows and columns as a step: no choice of tokens, no residuals, no sums
         with torch.inference_mode():
-            out = model(input_ids=left, attention_mask=real, position_ids=positions, use_cache=True, logits_to_keep=1)
+            out = model(input_ids=left, attention_mask=real, position_ids=positions, use_cache=True,
+                        logits_to_keep=1)
             cache, seen, at = out[kv], F.pad(real, (0, 24), value=1).repeat_interleave(8, 0), positions[:, -1:].repeat_interleave(8, 0)
             cache.batch_repeat_interleave(8)
             for i, alive in enumerate(mask.sum(0).tolist()[1:]):
@@ -4426,19 +4600,23 @@ def test_benchmark_toy_step():
                     cache.batch_select_indices(torch.arange(alive))
                     seen, at = seen[:alive], at[:alive]
                 at = at + 1
-                model(input_ids=tokens[:alive, i:i + 1], attention_mask=seen[:, :left.shape[1] + i + 1], position_ids=at,
-                      use_cache=True, **{kv: cache})
+                model(input_ids=tokens[:alive, i:i + 1], attention_mask=seen[:, :left.shape[1] + i + 1],
+                      position_ids=at, use_cache=True, **{kv: cache})
         h = m3.hidden_states(model.base_model, each(ids, 8), tokens, 0)
         torch.autograd.grad(model.lm_head(h[mask]).sum(), params)
 
-    s, t, u, k, o, c, g, f, m = timed(sample, teacher, lambda: seeded_step(model, each(ids, 8), tokens, mask), local, optimizer.step,
+    s, t, u, k, o, c, g, f, m = timed(sample, teacher, lambda: seeded_step(model, each(ids, 8), tokens, mask),
+                                      local, optimizer.step,
                                    statistics, lambda: a @ b, products, calls)
     floor = 8 * size * n / (2 * 1024**3 / g)  # 2 per sampled, 6 per trained token and parameter
-    report("toy step, 8 x 8 responses", tokens=n, groups_with_a_signal=len(A.view(-1, 8).any(1).nonzero()), sample=s, teacher=t, score_and_backward=u, kernel_local=k, statistics=c,
-           optimizer=o, grpo_step=s + u + o, m3_logit_step=s + t + u + o, m3_local_step=s + t + u + k + o, gemm_floor=floor,
-           grpo_over_floor=(s + u + o) / floor, own_products=f, grpo_over_own_products=(s + u + o) / f, model_calls=m, model_calls_over_own_products=m / f,
-           m3_logit_over_grpo=(s + t + u + o) / (s + u + o), m3_local_over_grpo=(s + t + u + k + o) / (s + u + o),
-           local_over_forward_backward=k / u, tokens_per_second=n / (s + u + o),
+    report("toy step, 8 x 8 responses", tokens=n, groups_with_a_signal=len(A.view(-1, 8).any(1).nonzero()),
+           sample=s, teacher=t, score_and_backward=u, kernel_local=k, statistics=c, optimizer=o,
+           grpo_step=s + u + o, m3_logit_step=s + t + u + o, m3_local_step=s + t + u + k + o,
+           gemm_floor=floor, grpo_over_floor=(s + u + o) / floor, own_products=f,
+           grpo_over_own_products=(s + u + o) / f, model_calls=m, model_calls_over_own_products=m / f,
+           m3_logit_over_grpo=(s + t + u + o) / (s + u + o),
+           m3_local_over_grpo=(s + t + u + k + o) / (s + u + o), local_over_forward_backward=k / u,
+           tokens_per_second=n / (s + u + o),
            peak_gigabytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 
@@ -4460,19 +4638,20 @@ def test_benchmark_sampling_against_generate(toy):
 
     def sample():  # as the loop does it
         with m3.packed(model):
-            return m3.sample(model, ids, G, N, eos_ids=eos_ids, pad_id=pad, generator=torch.Generator().manual_seed(0))
+            return m3.sample(model, ids, G, N, eos_ids=eos_ids, pad_id=pad,
+                             generator=torch.Generator().manual_seed(0))
 
     def generate():
         torch.manual_seed(0)
-        out = model.generate(left, attention_mask=attention, do_sample=True, temperature=1.0, top_p=1.0, top_k=0,
-                             max_new_tokens=N, eos_token_id=sorted(eos_ids), pad_token_id=pad)[:, left.shape[1]:]
+        out = model.generate(left, attention_mask=attention, do_sample=True, temperature=1.0, top_p=1.0,
+                             top_k=0, max_new_tokens=N, eos_token_id=sorted(eos_ids), pad_token_id=pad)[:, left.shape[1]:]
         ends = torch.isin(out, torch.tensor(sorted(eos_ids))).cumsum(1)
         produced.append(int((ends.cumsum(1) <= 1).sum()))  # up to the first end token, that included
 
     ours, theirs = timed(sample, generate, repeats=repeats)
     n = int(sample()[1].sum())
-    report(f"sampling, {'toy' if toy else 'real model'}, {len(ids)} x {G} x {N}", ours=n / ours, generate=produced[-1] / theirs,
-           ratio=n / ours / (produced[-1] / theirs))
+    report(f"sampling, {'toy' if toy else 'real model'}, {len(ids)} x {G} x {N}", ours=n / ours,
+           generate=produced[-1] / theirs, ratio=n / ours / (produced[-1] / theirs))
 
 
 @pytest.mark.benchmark
@@ -4496,17 +4675,20 @@ test_m3.seeded_step(model, prompts, tokens, mask, {chunk})
 print(time.perf_counter() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)
 """
     # Through a shell that forks: a process that is started directly inherits the highest mark of this one's memory.
-    done = subprocess.run(["sh", "-c", '"$0" -c "$1"; exit', sys.executable, code], capture_output=True, text=True)
+    done = subprocess.run(["sh", "-c", '"$0" -c "$1"; exit', sys.executable, code], capture_output=True,
+                          text=True)
     seconds, grown = map(float, done.stdout.split())
-    report("vocabulary chunks, V = 151,936, 1,024 positions", chunk=chunk, seconds=seconds, gigabytes_grown=grown)
+    report("vocabulary chunks, V = 151,936, 1,024 positions", chunk=chunk, seconds=seconds,
+           gigabytes_grown=grown)
 
 
 @pytest.mark.benchmark
 def test_benchmark_micro_batches_by_length():
     """64 responses of 8 to 256 tokens in micro-batches of 16: sorted by length, as the loop does it, against as they come."""
     torch.manual_seed(0)
-    model = train.Qwen3ForCausalLM(train.Qwen3Config(vocab_size=1000, hidden_size=256, intermediate_size=768, head_dim=64,
-                                                     num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)).eval()
+    model = train.Qwen3ForCausalLM(train.Qwen3Config(vocab_size=1000, hidden_size=256, intermediate_size=768,
+                                                     head_dim=64, num_hidden_layers=4, num_attention_heads=4,
+                                                     num_key_value_heads=2)).eval()
     prompts = each(torch.randint(3, 1000, (8, 100)).tolist(), 8)
     lengths, tokens = torch.randint(8, 257, (64,)), torch.randint(3, 1000, (64, 256))
     mask = torch.arange(256) < lengths[:, None]
@@ -4516,8 +4698,10 @@ def test_benchmark_micro_batches_by_length():
             n = lengths[rows].max()
             seeded_step(model, [prompts[b] for b in rows], tokens[rows, :n], mask[rows, :n])
 
-    by_length, plain = timed(lambda: step(lengths.argsort(descending=True)), lambda: step(torch.arange(64)), repeats=5)
-    report("micro-batches by length", tokens=int(mask.sum()), by_length=by_length, as_they_come=plain, ratio=by_length / plain)
+    by_length, plain = timed(lambda: step(lengths.argsort(descending=True)), lambda: step(torch.arange(64)),
+                             repeats=5)
+    report("micro-batches by length", tokens=int(mask.sum()), by_length=by_length, as_they_come=plain,
+           ratio=by_length / plain)
 
 
 @pytest.mark.benchmark
@@ -4556,10 +4740,11 @@ def against_trl(folder, make, method, toy):
     rows = [problems[i] | {"prompt": m3.prompt_text(tok, problems[i])} for i in order]
     prompts = [row["prompt"] for row in rows]
     assert tok(text=prompts)["input_ids"] == m3.encode(tok, prompts)  # both read the same ids
-    settings = dict(max_steps=steps + 1, per_device_train_batch_size=P * G, max_completion_length=N, learning_rate=1e-6,
-                    lr_scheduler_type="constant", temperature=1.0, max_grad_norm=1.0, shuffle_dataset=False,
-                    use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", save_strategy="no",
-                    eval_strategy="no", logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False)
+    settings = dict(max_steps=steps + 1, per_device_train_batch_size=P * G, max_completion_length=N,
+                    learning_rate=1e-6, lr_scheduler_type="constant", temperature=1.0, max_grad_norm=1.0,
+                    shuffle_dataset=False, use_cpu=True, bf16=False, gradient_checkpointing=False,
+                    report_to="none", save_strategy="no", eval_strategy="no", logging_strategy="no",
+                    disable_tqdm=True, dataloader_pin_memory=False)
     ours, theirs, tokens = [], [], ([], [])
     for i in range(rounds):
         here, handlers = os.getcwd(), [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
@@ -4573,7 +4758,8 @@ def against_trl(folder, make, method, toy):
             log = train.read_log(pathlib.Path(f"{method}-{toy}-{i}/metrics.jsonl"))
         finally:
             os.chdir(here)
-            for s, handler in zip((signal.SIGINT, signal.SIGTERM), handlers):  # the run took Ctrl-C for itself
+            # the run took Ctrl-C for itself
+            for s, handler in zip((signal.SIGINT, signal.SIGTERM), handlers):
                 signal.signal(s, handler)
         # Step 1 warms up, the last one holds an evaluation.
         ours += [b["seconds"] - a["seconds"] for a, b in zip(log[1:-2], log[2:-1])]
@@ -4597,8 +4783,9 @@ def against_trl(folder, make, method, toy):
     a, b = (sorted(x)[len(x) // 2] for x in (ours, theirs))
     m, n = (sum(x) / len(x) for x in tokens)
     report(f"{method} against TRL's {type(trainer).__name__}, {'toy' if toy else 'real model'}, {P} x {G} x {N}",
-           steps=len(ours), ours=a, trl=b, ratio=a / b, ours_tokens=m, trl_tokens=n, ratio_per_token=(a / m) / (b / n),
-           trl_version=trl.__version__, transformers=transformers.__version__)
+           steps=len(ours), ours=a, trl=b, ratio=a / b, ours_tokens=m, trl_tokens=n,
+           ratio_per_token=(a / m) / (b / n), trl_version=trl.__version__,
+           transformers=transformers.__version__)
 
 
 @pytest.mark.benchmark
@@ -4624,7 +4811,8 @@ def test_benchmark_distillation_against_trl(tmp_path, toy):
     if not hasattr(trl, "DistillationTrainer"):
         pytest.skip("this TRL has no DistillationTrainer")
 
-    def make(out, settings, G, model, rows, tok):  # one response per prompt there: each comes G times. beta 0: fkl
+    def make(out, settings, G, model, rows, tok):
+        # one response per prompt there: each comes G times. beta 0: fkl
         rows = [{"prompt": row["prompt"]} for row in rows for _ in range(G)]
         args = trl.DistillationConfig(str(out), beta=0.0, **settings)
         return trl.DistillationTrainer(model, copy.deepcopy(model).requires_grad_(False), args,
@@ -4638,6 +4826,7 @@ def test_a_real_model_trains(world):
     """M3_MODEL=FOLDER pytest -m slow: two steps of a real model on the toy world's questions, adapter and local kernel."""
     if not os.environ.get("M3_MODEL"):
         pytest.skip("set M3_MODEL to the folder of a real model, SmolLM2-135M-Instruct for one")
-    lines = run(world, "--model", os.environ["M3_MODEL"], "--lora-rank", "8", "--lr", "1e-4", "--max-new-tokens", "32",
-                "--kernel", "local", "--steps", "2", "--vocab-chunk", "128", "--out", "real")
+    lines = run(world, "--model", os.environ["M3_MODEL"], "--lora-rank", "8", "--lr", "1e-4",
+                "--max-new-tokens", "32", "--kernel", "local", "--steps", "2", "--vocab-chunk", "128",
+                "--out", "real")
     assert all(math.isfinite(line["loss_D"]) and line["loss_D"] > 0 for line in lines[1:])
