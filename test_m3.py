@@ -1,8 +1,8 @@
 """pytest                        everything that proves the mathematics; CPU, no download, about four minutes
 pytest -m benchmark -s        speed and memory, one JSON line each
 
-Every formula is checked against something that does not share its code: float64 autograd, a plain loop, a case worked
-by hand, an identity from the paper, or an invariance.
+Every formula is checked against something that does not share its code: float64 autograd, a plain loop, a
+case worked by hand, an identity from the paper, or an invariance.
 """
 
 import ast
@@ -17,6 +17,7 @@ import json
 import math
 import os
 import pathlib
+import pickle
 import random
 import re
 import shutil
@@ -70,7 +71,7 @@ def logits64(*shape, seed=0, scale=2.0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
 
 
-# --- residuals ---------------------------------------------------------------------------------------------------------
+# --- residuals ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["fkl", "rkl", "jsd", "rkl-topk"])
@@ -84,7 +85,8 @@ def test_distill_residual_is_the_gradient(kind, clip):
     residual = m3.distill_residual(student.detach(), teacher, kind, lam=0.3, tau=tau, k=4)
     torch.testing.assert_close(residual, gradient, rtol=1e-10, atol=1e-12)
     if clip:  # a clipped token is left alone, wholly; some are, some are not
-        assert (residual[D.detach() > tau] == 0).all() and 0 < (D > tau).float().mean() < 1
+        assert (residual[D.detach() > tau] == 0).all()
+        assert 0 < (tau < D).float().mean() < 1
 
 
 def test_reward_residual_is_the_gradient_and_has_the_right_sign():
@@ -94,7 +96,8 @@ def test_reward_residual_is_the_gradient_and_has_the_right_sign():
     (gradient,) = torch.autograd.grad(loss, z)
     residual = m3.reward_residual(z.detach(), y, A.double())
     torch.testing.assert_close(residual, gradient, rtol=1e-10, atol=1e-12)
-    moved = (z - 0.01 * residual).log_softmax(-1).gather(-1, y[..., None]) - z.log_softmax(-1).gather(-1, y[..., None])
+    before, after = (x.log_softmax(-1).gather(-1, y[..., None]) for x in (z, z - 0.01 * residual))
+    moved = after - before
     assert (moved[0] > 0).all() and (moved[1] < 0).all() and (moved[2] == 0).all()
     per_token = m3.reward_residual(z.detach(), y, A.double()[:, None].expand(3, 3))
     assert torch.equal(per_token, residual)
@@ -114,8 +117,8 @@ def test_divergences_by_hand():
     lower = m3.divergence(torch.tensor([0.4, 0.3, 0.3]).log(), torch.tensor([0.8, 0.19, 0.01]).log(),
                           "rkl-topk", k=1)
     assert lower < 0  # no KL: reported raw
-    assert m3.divergence(student, teacher, "rkl-topk",
-                         k=99) == pytest.approx(m3.divergence(student, teacher, "rkl").item())
+    whole = m3.divergence(student, teacher, "rkl").item()
+    assert m3.divergence(student, teacher, "rkl-topk", k=99) == pytest.approx(whole)
 
 
 def test_jsd_is_a_quarter_of_fkl_near_agreement_and_vanishes_at_the_ends():
@@ -142,11 +145,11 @@ def test_padded_vocabulary_gives_no_nan():
 def test_low_precision_logits_are_scored_in_float32():
     z = logits64(4, 300).bfloat16()
     assert m3.divergence(z, z.flip(-1)).dtype == torch.float32
-    assert m3.reward_residual(z[None], torch.zeros(1, 4, dtype=torch.long),
-                              torch.ones(1)).dtype == torch.float32
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    assert m3.reward_residual(z[None], tokens, torch.ones(1)).dtype == torch.float32
 
 
-# --- M3's own algebra ---------------------------------------------------------------------------------------------------
+# --- M3's own algebra ---------------------------------------------------------------------------------------
 
 
 def test_normalize_keeps_zero_and_caps_the_norm():
@@ -174,7 +177,7 @@ def test_m3_seed_mixes_unit_residuals():
     torch.testing.assert_close(seed, torch.tensor([[0.25 * root, -0.25 * root + 0.75]]))
 
 
-# --- advantages and weights -----------------------------------------------------------------------------------------------
+# --- advantages and weights ---------------------------------------------------------------------------------
 
 
 def test_group_advantages():
@@ -182,8 +185,8 @@ def test_group_advantages():
     A = m3.group_advantages(r, 4)
     assert A[:4].tolist() == pytest.approx([0.75 / (0.5 + 1e-4)] + [-0.25 / (0.5 + 1e-4)] * 3)
     assert (A[4:] == 0).all() and A.abs().max() < 2
-    assert m3.group_advantages(r, 4,
-                               "population")[0].item() == pytest.approx(0.75 / (math.sqrt(3) / 4 + 1e-4))
+    population = m3.group_advantages(r, 4, "population")[0].item()
+    assert population == pytest.approx(0.75 / (math.sqrt(3) / 4 + 1e-4))
     assert m3.group_advantages(r, 4, "none")[0].item() == 0.75
     assert (m3.group_advantages(torch.full((6,), 0.1), 3) == 0).all()  # a mean of 0.1s is not 0.1 in float32
     tiled = m3.group_advantages(torch.tensor([1.0, 1, 1, 0, 0, 0]), 3)
@@ -203,7 +206,7 @@ def test_token_weights_pin_the_reduction():
     assert (m3.token_weights(empty, 2) == 0).all() and (m3.token_weights(empty, 2, empty.sum()) == 0).all()
 
 
-# --- sampler ------------------------------------------------------------------------------------------------------------------
+# --- sampler ------------------------------------------------------------------------------------------------
 
 
 PROMPTS = [[5, 6, 7, 8], [9, 4, 3, 2, 11, 12, 13], [14]]
@@ -234,7 +237,8 @@ def test_sampler_mask_logprobs_and_uniforms():
         assert not torch.isin(body, torch.tensor([EOS, 2, 3])).any()  # the first end token is the last one in
         assert n == tokens.shape[1] or tokens[row, n - 1] in (EOS, 2, 3)
         full = torch.tensor([PROMPTS[row // 4] + tokens[row, :n].tolist()])
-        reference = (model(full).logits[0, -n - 1:-1] / 0.7).log_softmax(-1).gather(-1, tokens[row, :n, None])[:, 0]
+        reference = (model(full).logits[0, -n - 1:-1] / 0.7).log_softmax(-1)
+        reference = reference.gather(-1, tokens[row, :n, None])[:, 0]
         torch.testing.assert_close(logp[row, :n], reference, rtol=1e-4, atol=1e-5)
     # a row's tokens depend on its own uniforms alone, not on who shares the batch
     alone, alone_mask, _ = m3.sample(model, PROMPTS[1:2], 4, 10, 0.7, eos_ids=[EOS, 2, 3], pad_id=PAD,
@@ -242,9 +246,12 @@ def test_sampler_mask_logprobs_and_uniforms():
     for a, am, b, bm in zip(alone, alone_mask, tokens[4:8], mask[4:8]):
         assert a[am].tolist() == b[bm].tolist()
     assert len({tuple(t.tolist()) for t in tokens[4:8]}) > 1  # a group is not four copies
-    g = lambda s: m3.sample(model, PROMPTS, 2, 10, eos_ids=[EOS], pad_id=PAD,
-                            generator=torch.Generator().manual_seed(s))[0]
-    assert torch.equal(g(1), g(1)) and not torch.equal(g(1), g(2))
+
+    def seeded(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return m3.sample(model, PROMPTS, 2, 10, eos_ids=[EOS], pad_id=PAD, generator=generator)[0]
+
+    assert torch.equal(seeded(1), seeded(1)) and not torch.equal(seeded(1), seeded(2))
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -255,9 +262,14 @@ def test_packed_weights_sample_the_same_and_leave_nothing_behind(lora):
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
-    swapped = lambda: [m for m in model.modules() if "forward" in vars(m)]
-    go = lambda: m3.sample(model, PROMPTS, 2, 8, eos_ids=[EOS], pad_id=PAD,
-                           generator=torch.Generator().manual_seed(0))
+
+    def swapped():
+        return [m for m in model.modules() if "forward" in vars(m)]
+
+    def go():
+        generator = torch.Generator().manual_seed(0)
+        return m3.sample(model, PROMPTS, 2, 8, eos_ids=[EOS], pad_id=PAD, generator=generator)
+
     plain, before = go(), [p.clone() for p in model.parameters()]
     with m3.packed(model):
         if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -298,7 +310,7 @@ def test_sampler_draws_from_the_model_and_not_from_its_generation_config():
     assert (observed - expected).abs().max() < 0.03
 
 
-# --- scoring and gradients --------------------------------------------------------------------------------------------------
+# --- scoring and gradients ----------------------------------------------------------------------------------
 
 
 def each(prompts, G):
@@ -347,7 +359,7 @@ def test_rows_in_any_order_read_each_distinct_prompt_once():
 
 
 def test_gradients_through_shared_prompts_are_the_same_bits_with_two_threads():
-    """Where rows of one prompt add up, a sum in the order in which threads arrive would differ from run to run."""
+    """Where rows of one prompt add up, a sum in the order of the threads would differ from run to run."""
     model, threads = tiny(hidden_size=64), torch.get_num_threads()
     prompts, tokens = each(torch.randint(3, 23, (2, 300)).tolist(), 16) * 2, torch.randint(3, 23, (64, 4))
     torch.set_num_threads(2)
@@ -396,11 +408,11 @@ def test_masked_positions_have_no_effect():
     assert torch.equal(a, b)
 
 
-# --- the step --------------------------------------------------------------------------------------------------------
+# --- the step -----------------------------------------------------------------------------------------------
 
 
 def step_batch(model, G=3, seed=5):
-    """Sampled replies to PROMPTS, paid at random so that every group has a reward signal; the teacher reads two more ids."""
+    """Sampled replies to PROMPTS; every group has a reward signal; the teacher reads two more ids."""
     tokens, mask, _ = responses(model, G)
     rewards = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 1, 0])
     hints = each([prompt + [6, 2] for prompt in PROMPTS], G)
@@ -409,7 +421,7 @@ def step_batch(model, G=3, seed=5):
 
 
 def plain_signals(model, teacher, batch, row):
-    """Of one response, by a full forward pass in float64: logits with a graph, the teacher's, both normalised residuals."""
+    """Of one response, by a full forward pass in float64: logits with a graph, and both raw residuals."""
     n = int(batch.mask[row].sum())
     reply = batch.tokens[row, :n]
     z, z_T = (net(torch.tensor([list(prompt) + reply.tolist()])).logits[0, -n - 1:-1]
@@ -452,15 +464,15 @@ def test_m3_select_step_equals_a_plain_one(memory):
 
 @pytest.mark.parametrize("gate", ["select", "soft"])
 def test_eg_step_equals_a_plain_one_and_peeks_in_the_teachers_direction(gate):
-    """eq 15: theta~ = theta - eta m_D, the reward's gradient there, no s_bar; with + the result is another."""
+    """eq 15: theta~ = theta - eta m_D, the reward's gradient there, no s_bar; with + it is another."""
     model, teacher = tiny(dtype=torch.float64), tiny(seed=1, dtype=torch.float64)
     batch, eta, params = step_batch(model), 0.5, list(model.parameters())
     before = [p.detach().clone() for p in params]
 
     def m_D_seed(delta_D, delta_R):
         cos = F.cosine_similarity(delta_D, delta_R, dim=-1)[:, None]
-        return (select(delta_D, delta_R) if gate == "select"
-                else 0.4 * torch.sigmoid(3 * cos)) * unit(delta_D)
+        alpha = select(delta_D, delta_R) if gate == "select" else 0.4 * torch.sigmoid(3 * cos)
+        return alpha * unit(delta_D)
 
     m_D = plain_update(model, teacher, batch, m_D_seed)
     there = {}
@@ -479,7 +491,7 @@ def test_eg_step_equals_a_plain_one_and_peeks_in_the_teachers_direction(gate):
 
 
 def test_rkl_topk_residual_holds_its_weights_fixed():
-    """[VLS App. E, H.2]: descending -sum_v sg(-q_v r_v) log p_S(v). Exactly 0 where student and teacher agree."""
+    """[VLS App. E, H.2]: descending -sum_v sg(-q_v r_v) log p_S(v). Exactly 0 where both models agree."""
     z_S, z_T = logits64(7, 40, seed=1).requires_grad_(), logits64(7, 40, seed=2)
     log_S, log_T = z_S.log_softmax(-1), z_T.log_softmax(-1)
     top = log_S.detach().topk(16).indices
@@ -491,8 +503,8 @@ def test_rkl_topk_residual_holds_its_weights_fixed():
 
 
 def test_kappa_knows_only_steps_with_a_reward_signal(world, monkeypatch):
-    assert m3.geometry([torch.zeros(2)], [torch.ones(2)]) == dict(norm_R=0.0, norm_D=2 ** 0.5, kappa=None,
-                                                                  phi=None)
+    nothing = dict(norm_R=0.0, norm_D=2 ** 0.5, kappa=None, phi=None)
+    assert m3.geometry([torch.zeros(2)], [torch.ones(2)]) == nothing
     replies = iter([0, 1] * 8 + [1] * 16 + [0, 1] * 8)  # the second of three steps has no reward signal
     monkeypatch.setattr(train, "evaluate", lambda *args: (0.0, []))
     monkeypatch.setattr(m3, "verify", lambda text, gold, kind: next(replies))
@@ -544,19 +556,19 @@ def test_readme_script_agrees_with_the_program(world, rewarded, monkeypatch):
         script = script.replace(line, f"{name} = {value}")
     shown = []
     exec(script, {"rows": rows, "print": lambda *values: shown.append(values)})
-    log = run(world, "--prompts-per-step", "8", "--group-size", "8", "--max-new-tokens", "24", "--kernel",
-              "local", "--micro-batch", "16", "--vocab-chunk", "256", "--out", "script")[1:]
+    log = run(world, "--prompts-per-step", "8", "--group-size", "8", "--max-new-tokens", "24",
+              "--kernel", "local", "--micro-batch", "16", "--vocab-chunk", "256", "--out", "script")[1:]
     for (step, reward, norm), line in zip(shown, log, strict=True):
         assert step == line["step"] and reward == pytest.approx(line["reward"], abs=1e-6)
         assert norm == pytest.approx(line["grad_norm"], rel=1e-6)
 
 
-# --- the program ---------------------------------------------------------------------------------------------------------------
+# --- the program --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """A folder to run in, whose cached toy base model is an untrained one: the program, not the learning, is tested."""
+    """A folder to run in. Its cached toy base model is an untrained one: no learning is tested here."""
     folder = tmp_path_factory.mktemp("world")
     model = train.toy_base_model(0, steps=1)
     with torch.no_grad():  # random logits near 0 would make every method's step alike
@@ -567,12 +579,13 @@ def world(tmp_path_factory):
     return folder
 
 
-FAST = ("--steps 3 --prompts-per-step 4 --group-size 4 --max-new-tokens 8 --eval-limit 4 --eval-every 2 --save-every 1 "
-        "--device cpu --threads 1 --kernel logit").split()
+FAST = ["--steps", "3", "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "8",
+        "--eval-limit", "4", "--eval-every", "2", "--save-every", "1", "--device", "cpu", "--threads", "1",
+        "--kernel", "logit"]
 
 
 def run(world, *argv, code=0, read=True):
-    """train.py in this process, as `python train.py` would run it. Returns its metrics without the time fields."""
+    """train.py in this process, as `python train.py` would run it. Its metrics without the time fields."""
     here = os.getcwd()
     os.chdir(world)
     try:
@@ -595,8 +608,18 @@ def weights(world, out):
 
 @pytest.fixture
 def rewarded(monkeypatch):
-    """An untrained model never answers right, so pay by the completion's length instead: rewards then differ in a group."""
+    """An untrained model never answers right. Paid by the length, the replies of a group differ in reward."""
     monkeypatch.setattr(m3, "verify", lambda text, gold, kind: len(text) % 2)
+
+
+def keep_results(monkeypatch, module, name, kept):
+    """Every result of module.name is appended to `kept` from now on."""
+    original = getattr(module, name)
+
+    def keeping(*args, **kw):
+        kept.append(original(*args, **kw))
+        return kept[-1]
+    monkeypatch.setattr(module, name, keeping)
 
 
 @pytest.fixture
@@ -673,7 +696,7 @@ def test_resume_is_bit_for_bit(world, rewarded):
 
 
 def test_eg_takes_its_peek_back(world, rewarded):
-    """With a vanishing --lr the outer step is nothing, so weights that moved would be the inner step, not undone."""
+    """With a vanishing --lr the outer step is nothing: weights that moved would be the inner step's."""
     run(world, "--method", "m3-eg", "--lr", "1e-14", "--out", "eg0", "--eta-in", "1e14")
     start = train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).state_dict()
     assert all((v - start[k]).abs().max() < 1e-13 for k, v in weights(world, "eg0").items())
@@ -683,7 +706,7 @@ def test_eg_takes_its_peek_back(world, rewarded):
 
 
 def test_swa_is_the_mean_of_the_last_two_checkpoints(world, rewarded, monkeypatch):
-    """Of the last two that this run wrote: an abandoned one, another run's and other folders are no part of it."""
+    """Of the last two that this run wrote: an abandoned one, another run's, other folders do not count."""
     from safetensors.torch import load_file
     judged, out = [], world / "swa"
 
@@ -790,12 +813,11 @@ def test_checkpoint_loads_as_an_ordinary_model(world, rewarded):
     model, tokenizer = (c.from_pretrained(world / "loads" / "last")
                         for c in (AutoModelForCausalLM, AutoTokenizer))
     ids = tokenizer("Ann has 7 pens , gets 5 . How many ? Answer :", return_tensors="pt")
-    assert model.generate(**ids, max_new_tokens=3, do_sample=False,
-                          pad_token_id=0).shape[1] >= ids["input_ids"].shape[1]
-    assert {p.name for p in (world / "loads").iterdir()} == {"config.json", "metrics.jsonl", "samples.jsonl",
-                                                             "summary.json",
-                                                            "checkpoint-1", "checkpoint-2", "checkpoint-3",
-                                                             "last"}
+    longer = model.generate(**ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert longer.shape[1] >= ids["input_ids"].shape[1]
+    written = {"config.json", "metrics.jsonl", "samples.jsonl", "summary.json", "checkpoint-1",
+               "checkpoint-2", "checkpoint-3", "last"}
+    assert {p.name for p in (world / "loads").iterdir()} == written
     summary = json.loads((world / "loads" / "summary.json").read_text())
     assert set(summary) == {"method", "seed", "steps", "accuracy_start", "accuracy_end", "reward_first20",
                             "reward_last20", "kappa_mean", "conflict_mean", "collapsed_at", "seconds"}
@@ -914,7 +936,7 @@ def test_command_line_in_its_own_process(world):
     assert done.returncode == 0 and (world / "cli" / "curves.png").stat().st_size > 10_000
 
 
-# --- baselines -------------------------------------------------------------------------------------------------------------------
+# --- baselines ----------------------------------------------------------------------------------------------
 
 
 def two_gradients(seed=0, angle=None):
@@ -939,7 +961,8 @@ def test_gradnorm_equalises_the_norms_and_never_divides_by_zero():
 
 @pytest.mark.parametrize("angle", [2.0, 2.9, 1.0])
 def test_pcgrad_projects_on_the_original_other(angle):
-    g_R, g_D, norm_R, norm_D, phi = two_gradients(angle=angle)
+    g_R, g_D, *scalars = two_gradients(angle=angle)
+    norm_R, norm_D, phi = scalars
     w_R, w_D = m3.pcgrad(norm_R, norm_D, phi)
     got = w_R * g_R + w_D * g_D
     if phi >= 0:
@@ -963,7 +986,8 @@ def test_minnorm_against_brute_force(angle):
 
 def test_rlsd_scales_the_advantage_and_never_turns_it():
     A = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 2.0])
-    logp_T, logp_S = torch.tensor([-0.1, -9.0, -0.1, -9.0, -3.0, -1.0]), torch.tensor([-2.0, -2.0, -2.0, -2.0, -1.0, -1.0])
+    logp_T = torch.tensor([-0.1, -9.0, -0.1, -9.0, -3.0, -1.0])
+    logp_S = torch.tensor([-2.0, -2.0, -2.0, -2.0, -1.0, -1.0])
     got = m3.rlsd_advantages(A, logp_T, logp_S, lam=0.5)
     # rewarded and the teacher likes it: pushed more; punished and the teacher likes it: punished less
     assert got.tolist() == pytest.approx([1.1, 0.9, -0.9, -1.1, 0.0, 2.0])
@@ -971,7 +995,8 @@ def test_rlsd_scales_the_advantage_and_never_turns_it():
 
 
 def test_sdpo_siblings_and_residual():
-    assert m3.sdpo_siblings([0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 0], 4) == [1, 3, 1, 1, 6, 6, None, 6, None, 8, 8, 8]
+    rewards = [0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 0]
+    assert m3.sdpo_siblings(rewards, 4) == [1, 3, 1, 1, 6, 6, None, 6, None, 8, 8, 8]
     student, teacher = logits64(4, 12).requires_grad_(), logits64(4, 12, seed=1)
     top = student.detach().topk(3).indices
     loss = 0.0
@@ -980,8 +1005,8 @@ def test_sdpo_siblings_and_residual():
         m = (p + q) / 2
         loss = loss + ((q * (q / m).log()).sum() + (p * (p / m).log()).sum()) / 2
     (gradient,) = torch.autograd.grad(loss, student)
-    torch.testing.assert_close(m3.sdpo_residual(student.detach(), teacher, 3), gradient, rtol=1e-8,
-                               atol=1e-10)
+    residual = m3.sdpo_residual(student.detach(), teacher, 3)
+    torch.testing.assert_close(residual, gradient, rtol=1e-8, atol=1e-10)
     everything = m3.sdpo_residual(student.detach(), teacher, 99)
     torch.testing.assert_close(everything, m3.distill_residual(student.detach(), teacher, "jsd"))
 
@@ -1456,7 +1481,7 @@ def test_unknown_kind_is_a_programming_error():
         m3.verify("#### 3", "3", "gsm9k")
 
 
-# --- real models and data ---------------------------------------------------------------------------------------------------------
+# --- real models and data -----------------------------------------------------------------------------------
 
 
 class Failed(SystemExit):
@@ -1474,16 +1499,17 @@ def failing(monkeypatch):
 SHARED = HERE.parent / "shared/data"
 with_files = pytest.mark.skipif(not SHARED.exists(), reason="no gsm8k_train.jsonl beside the project")
 NONE = dict(prompt=None, answer=None, solution=None)
-CHATML = ("{{ bos_token or '' }}{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|> assistant {% if enable_thinking is defined and not enable_thinking %}"
+CHATML = ("{{ bos_token or '' }}{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> "
+          "{% endfor %}{% if add_generation_prompt %}<|im_start|> assistant "
+          "{% if enable_thinking is defined and not enable_thinking %}"
           "<think> </think>{% endif %}{% endif %}")
 ROW = dict(question="Ann has 3 cups and gets 4", solution="3 + 4 = 7\n#### 7", answer="7", kind="gsm8k")
 
 
 def tokenizer(template=None, bos=False, words="", pad="<pad>"):
-    text = f"<s> </s> <pad> <unk> <|im_start|> <|im_end|> <think> </think> {words} " + " ".join(map(str, range(30)))
-    vocab = {w: i
-             for i, w in enumerate(dict.fromkeys(text.split() + "Ann has cups and gets + = ####".split()))}
+    text = f"<s> </s> <pad> <unk> <|im_start|> <|im_end|> <think> </think> {words} "
+    text += " ".join(map(str, range(30))) + " Ann has cups and gets + = ####"
+    vocab = {w: i for i, w in enumerate(dict.fromkeys(text.split()))}
     inner = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if bos:
@@ -1515,7 +1541,7 @@ def one_row(tmp_path, row, fields=NONE):
     return train.load_rows(write(tmp_path / "x.jsonl", [row]), fields, 0, ["train"])["train"][0]
 
 
-# --- rows ---------------------------------------------------------------------------------------------------------
+# --- rows ---------------------------------------------------------------------------------------------------
 
 
 @with_files
@@ -1538,9 +1564,8 @@ def test_all_shared_rows_load(capsys):
 def test_layouts(tmp_path):
     stem, texts = "Which one melts?", ["ice", "iron", "air", "sand"]
     for labels, key in (("ABCD", "C"), ("1234", "3")):  # Ha27
-        nested = {"question": {"stem": stem,
-                               "choices": [dict(text=t, label=l) for t, l in zip(texts, labels)]},
-                  "answerKey": key}
+        choices = [dict(text=text, label=label) for text, label in zip(texts, labels)]
+        nested = {"question": {"stem": stem, "choices": choices}, "answerKey": key}
         flat = {"id": "x", "question": stem, "choices": {"text": texts, "label": list(labels)},
                 "answerKey": key}
         for row in (nested, flat):
@@ -1553,15 +1578,15 @@ def test_layouts(tmp_path):
                "answerKey": str(n)}
         assert one_row(tmp_path, row)["answer"] == "ABCDE"[n - 1]
         assert one_row(tmp_path, row)["question"].count("\n") == n
-    math = one_row(tmp_path,
-                   {"problem": "p", "solution": r"so \boxed{\frac12}", "answer": r"\frac{1}{2}", "level": 1})
+    row = {"problem": "p", "solution": r"so \boxed{\frac12}", "answer": r"\frac{1}{2}", "level": 1}
+    math = one_row(tmp_path, row)
     assert (math["kind"], math["answer"], math["solution"]) == ("math", r"\frac{1}{2}", r"so \boxed{\frac12}")
-    assert one_row(tmp_path, {"prompt": "p", "answer": 7}) == dict(question="p", solution="", answer="7",
-                                                                   kind="gsm8k")
+    asked = dict(question="p", solution="", answer="7", kind="gsm8k")
+    assert one_row(tmp_path, {"prompt": "p", "answer": 7}) == asked
     assert one_row(tmp_path, {"prompt": "p", "answer": "x+1"})["kind"] == "math"
-    assert one_row(tmp_path, {"q": "p", "gold": "B", "why": "w"},
-                   dict(prompt="q", answer="gold", solution="why")) == dict(
-        question="p", solution="w", answer="B", kind="arc")
+    fields = dict(prompt="q", answer="gold", solution="why")
+    asked = dict(question="p", solution="w", answer="B", kind="arc")
+    assert one_row(tmp_path, {"q": "p", "gold": "B", "why": "w"}, fields) == asked
     assert one_row(tmp_path, {"question": "p", "answer": "<<1+2=3>>3\n#### 1,003"})["answer"] == "1,003"
 
 
@@ -1755,7 +1780,7 @@ def test_data_errors(tmp_path):
     assert "0 usable train rows" in line(write(tmp_path / "y.jsonl", [{"prompt": "p", "answer": ""}]))
 
 
-# --- prompts ------------------------------------------------------------------------------------------------------
+# --- prompts ------------------------------------------------------------------------------------------------
 
 
 def encoded(tok, rows=(ROW,), context=10 ** 6, shots=(), hint="solution"):
@@ -1766,13 +1791,12 @@ def encoded(tok, rows=(ROW,), context=10 ** 6, shots=(), hint="solution"):
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("template", [None, CHATML])
 def test_tails_and_start_token(template, bos, shots):
-    tok = tokenizer(template, bos,
-                    words='Solution: Question: user assistant Reason step by step, then finish with Reference solution:')
+    words = "Solution: Question: user assistant Reason step by step, then finish with Reference solution:"
+    tok = tokenizer(template, bos, words=words)
     examples = [ROW | dict(question=f"Ann has {i}", answer=str(i), solution=f"{i} = {i}")
                 for i in range(shots)]
     row = encoded(tok, shots=examples)[0]
     student, teacher = (tok.decode(row[k]) for k in ("prompt_ids", "teacher_ids"))
-    print(f"\nstudent ... {student[-90:]!r}\nteacher ... {teacher[-90:]!r}")
     tail = "<|im_start|> assistant <think> </think>" if template else "Solution:"
     assert student.endswith(tail) and teacher.endswith(tail)  # Hc12, Hd05
     shared = next(i for i in range(1, 99) if row["prompt_ids"][-i] != row["teacher_ids"][-i]) - 1
@@ -1807,7 +1831,6 @@ def test_text_per_kind():
         assert teacher.endswith(end + ".\nSolution:")
         assert m3.verify(m3.reference_text(row, "solution"), gold, kind) == 1
         assert "in your own words" in teacher
-        print("\n" + teacher)
     assert m3.reference_text(ROW, "solution") == ROW["solution"]  # closed already: nothing is added
 
 
@@ -1849,7 +1872,7 @@ def test_few_shot_may_not_take_every_row(few):
     assert [row["question"] for row in left] == ["Ann has 7"]
 
 
-# --- models -------------------------------------------------------------------------------------------------------
+# --- models -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("failing")
@@ -1865,7 +1888,8 @@ def test_load_model(tmp_path, capsys):
         assert not model.training
         assert tok.pad_token == "</s>" and "</s>" in capsys.readouterr().out and eos_ids == {1}  # Hd02
     model.generation_config.eos_token_id = [1, 5]
-    model.save_pretrained(folder), tokenizer().save_pretrained(folder)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
     assert train.load_model(str(folder), torch.float32, "cpu")[2] == {1, 5} and capsys.readouterr().out == ""
     state = {k: v for k, v in model.state_dict().items() if "h.1.mlp" not in k}
     model.save_pretrained(folder, state_dict=state)
@@ -1900,12 +1924,16 @@ def test_split_head(kind, kw):
         torch.testing.assert_close(head(backbone(input_ids=ids).last_hidden_state), m(input_ids=ids).logits)
     assert isinstance(head, torch.nn.Linear) == (kind in ("qwen3", "llama", "gpt2"))
     if kind == "llama":
-        model.forward = lambda f=model.forward, **k: types.SimpleNamespace(logits=f(**k).logits * 2)
+        forward = model.forward
+
+        def doubled(**kw):
+            return types.SimpleNamespace(logits=forward(**kw).logits * 2)
+        model.forward = doubled
         with pytest.raises(ValueError, match="LlamaForCausalLM"):
             m3.split_head(model)
 
 
-# --- LoRA ---------------------------------------------------------------------------------------------------------
+# --- LoRA ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -1913,7 +1941,10 @@ def test_split_head(kind, kw):
                          [("qwen3", 14, dict(tie_word_embeddings=True)), ("llama", 14, {}), ("gpt2", 8, {})])
 def test_lora(kind, layers, kw, dtype, tmp_path):
     model, ids = tiny_model(kind, **kw).to(dtype), torch.randint(64, (2, 9))
-    logits = lambda: model(input_ids=ids).logits.detach()
+
+    def logits():
+        return model(input_ids=ids).logits.detach()
+
     base, names, noise = logits(), list(model.state_dict()), torch.get_rng_state()
     m3.add_lora(model, 4, seed=1)
     assert torch.equal(torch.get_rng_state(), noise)  # no global draw
@@ -1925,7 +1956,8 @@ def test_lora(kind, layers, kw, dtype, tmp_path):
     for _ in range(3):
         model(input_ids=ids, labels=ids).loss.backward()
         assert all((p.grad is not None) == (n in trained) for n, p in model.named_parameters())
-        optimizer.step(), optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     tuned, before = logits(), {k: v.clone() for k, v in model.state_dict().items()}
     assert (tuned - base).abs().max() > 0.01
     with m3.lora_off(model):
@@ -2238,14 +2270,15 @@ def test_within_the_context_length_the_number_of_tokens_changes_nothing():
     assert (logits[0] - logits[2]).abs().max() > 1e-3
 
 
-# --- the program on models that are not the toy -----------------------------------------------------------------------------------
+# --- the program on models that are not the toy -------------------------------------------------------------
 
 
 def real_world(world, kind, name):
     """A tiny random model of a real architecture, saved as an ordinary folder, with the toy world's words."""
     folder = world / name
     if not folder.exists():
-        words = "Question: Solution: Reason step by step, then finish with number Reference solution: Now derive the answer in your own"
+        words = ("Question: Solution: Reason step by step, then finish with number "
+                 "Reference solution: Now derive the answer in your own")
         tok = tokenizer(words=f"{words} {' '.join(w for w in train.TOY_WORDS if w.strip())}")
         config = dict(vocab_size=len(tok), num_hidden_layers=2, pad_token_id=None, bos_token_id=None,
                       eos_token_id=1)
@@ -2258,19 +2291,21 @@ def real_world(world, kind, name):
                            initializer_range=0.2)
             model = {"qwen3": Qwen3ForCausalLM, "llama": LlamaForCausalLM}[kind](
                 {"qwen3": Qwen3Config, "llama": LlamaConfig}[kind](**config))
-        model.save_pretrained(folder), tok.save_pretrained(folder)
+        model.save_pretrained(folder)
+        tok.save_pretrained(folder)
     return ["--model", name, "--stats-every", "1"]
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
 def test_lora_run_resumes_and_saves_a_merged_model(world, rewarded, kind):
-    argv = [*real_world(world, kind, f"model-{kind}"), "--lora-rank", "4", "--kernel", "local", "--lr",
-            "1e-2"]
+    argv = real_world(world, kind, f"model-{kind}")
+    argv += ["--lora-rank", "4", "--kernel", "local", "--lr", "1e-2"]
     whole = run(world, *argv, "--out", f"lora-{kind}")
     run(world, *argv, "--out", f"lora2-{kind}", "--steps", "2")
     parts = run(world, *argv, "--resume", f"lora2-{kind}", "--out", f"lora2-{kind}", "--steps", "3")
-    keep = lambda lines: [{k: v for k, v in line.items() if k != "accuracy"} for line in lines]
-    assert keep(whole) == keep(parts) and all(line["kappa"] > 0 for line in whole[1:])
+    for line in [*whole, *parts]:
+        line.pop("accuracy")
+    assert whole == parts and all(line["kappa"] > 0 for line in whole[1:])
     one, two = weights(world, f"lora-{kind}"), weights(world, f"lora2-{kind}")
     assert all(torch.equal(one[k], two[k]) for k in one)
     loaded, info = AutoModelForCausalLM.from_pretrained(world / f"lora-{kind}" / "last",
@@ -2315,8 +2350,8 @@ def test_hint_error_is_what_the_teacher_reads(world, rewarded, monkeypatch):
 
 @pytest.mark.parametrize("extra", [["--gradient-checkpointing"], ["--vocab-chunk", "3"]])
 def test_memory_flags_do_not_change_the_result(world, rewarded, extra):
-    argv = [*real_world(world, "llama", "model-llama"), "--lora-rank", "4", "--steps", "1", "--kernel",
-            "local"]
+    argv = real_world(world, "llama", "model-llama")
+    argv += ["--lora-rank", "4", "--steps", "1", "--kernel", "local"]
     name = extra[0].strip("-")
     if not (world / "mem-plain").exists():
         run(world, *argv, "--out", "mem-plain")
@@ -2329,8 +2364,8 @@ def test_memory_flags_do_not_change_the_result(world, rewarded, extra):
 
 def test_bfloat16_weights_move_by_float32_masters(world, rewarded):
     """A step of 1e-6 is below bf16's spacing: without float32 copies two hundred of them would be lost."""
-    argv = [*real_world(world, "llama", "model-llama"), "--dtype", "bfloat16", "--lr", "1e-6", "--kernel",
-            "logit"]
+    argv = real_world(world, "llama", "model-llama")
+    argv += ["--dtype", "bfloat16", "--lr", "1e-6", "--kernel", "logit"]
     run(world, *argv, "--out", "bf16", "--steps", "2")
     state = torch.load(world / "bf16" / "last" / "trainer.pt", weights_only=True)
     start = AutoModelForCausalLM.from_pretrained(world / "model-llama", dtype=torch.bfloat16)
@@ -2347,8 +2382,8 @@ def test_another_model_teaches(world, rewarded):
     real_world(world, "qwen3", "model-qwen3")
     lines = run(world, *argv, "--teacher", "model-qwen3", "--out", "taught", "--steps", "3")
     assert lines[1]["loss_D"] > 0
-    same = run(world, *argv, "--teacher", "model-llama", "--out", "taught-by-itself", "--steps", "1", "--lr",
-               "0")
+    argv += ["--lr", "0", "--steps", "1"]
+    same = run(world, *argv, "--teacher", "model-llama", "--out", "taught-by-itself")
     # the student's own weights, reading the student's own prompt
     assert same[1]["loss_D"] == pytest.approx(0, abs=1e-6)
 
@@ -3150,29 +3185,38 @@ def test_our_runs_beside_the_published_ones(tmp_path, monkeypatch, capsys):
         assert end.value.code == 2 and word in error and "--vls" in error and "\n" not in error
 
 
-# --- the [VLS] diagnostics: occupancy, teachers -----------------------------------------------------------------------------------
+# --- the [VLS] diagnostics: occupancy, teachers -------------------------------------------------------------
 
 
 def test_occupancy_is_unbiased_and_gives_the_decay_of_the_loss():
-    """A tabular policy of two tokens: the first, y1, decides which row of a table the second is drawn from. There the gradient of
-    the expected loss is g + h in closed form: g holds responses fixed, h moves the visits to the rows."""
+    """A tabular policy of two tokens: the first, y1, decides which row of a table the second is drawn from.
+    There the gradient of the expected loss is g + h in closed form: g holds responses fixed, h moves visits.
+    """
     torch.manual_seed(0)
     # row 0: first token; row 1 + y1: second token
     theta = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(4, 3, dtype=torch.float64).log_softmax(-1)
-    D = lambda t: (t.softmax(-1) * (t.log_softmax(-1) - teacher)).sum(-1)  # KL(p_S||p_T) of each row
-    grad = lambda value: torch.autograd.grad(value, theta, retain_graph=True)[0].flatten()
+
+    def D(t):  # KL(p_S || p_T) of each row
+        return (t.softmax(-1) * (t.log_softmax(-1) - teacher)).sum(-1)
+
+    def grad(value):
+        return torch.autograd.grad(value, theta, retain_graph=True)[0].flatten()
+
+    def loss(t):
+        return (D(t)[0] + (t[0].softmax(-1) * D(t)[1:]).sum()) / 2
+
     pi = theta[0].softmax(-1)
     each = [(D(theta)[0] + D(theta)[1 + y]) / 2 for y in range(3)]  # loss of a response that begins with y
-    g = grad(sum(p.item() * loss for p, loss in zip(pi, each)))
-    h = grad(sum(p * loss.item() for p, loss in zip(pi, each)))
-    loss = lambda t: (D(t)[0] + (t[0].softmax(-1) * D(t)[1:]).sum()) / 2
+    g = grad(sum(p.item() * cost for p, cost in zip(pi, each)))
+    h = grad(sum(p * cost.item() for p, cost in zip(pi, each)))
     torch.testing.assert_close(g + h, grad(loss(theta)))
     # draws of two folds of two responses each, as the training loop cuts them
     kinds = [(y1, y2) for y1 in range(3) for y2 in range(3)]
     score = torch.stack([grad(theta[0].log_softmax(-1)[y1] + theta[1 + y1].log_softmax(-1)[y2])
                          for y1, y2 in kinds])
-    pull, cost = torch.stack([grad(each[y1]) for y1, _ in kinds]), torch.tensor([each[y1].item() for y1, _ in kinds])
+    pull = torch.stack([grad(each[y1]) for y1, _ in kinds])
+    cost = torch.tensor([each[y1].item() for y1, _ in kinds])
     p = torch.tensor([(pi[y1] * theta[1 + y1].softmax(-1)[y2]).item() for y1, y2 in kinds])
     found = []
     for draw in torch.multinomial(p, 4 * 4000, replacement=True).view(4000, 2, 2):
@@ -3183,7 +3227,8 @@ def test_occupancy_is_unbiased_and_gives_the_decay_of_the_loss():
     found = torch.tensor(found, dtype=torch.float64)
     error = found.std(0) / 4000 ** 0.5
     want = torch.stack([g @ g, h @ g]).detach()
-    assert ((found.mean(0) - want).abs() < 4 * error).all() and (want.abs() > 8 * error).all(), (found.mean(0), want, error)
+    assert ((found.mean(0) - want).abs() < 4 * error).all(), (found.mean(0), want, error)
+    assert (want.abs() > 8 * error).all(), (want, error)
     # d/dt identity: along plain gradient flow of g alone, dL/dt = -2 gamma L with gamma = mu (1 + alpha)
     mu, alpha, eta = ntk.learning_signal(g.norm().item(), loss(theta).item()), (h @ g / (g @ g)).item(), 1e-5
     ahead, behind = (loss((theta - s * eta * g.view(4, 3)).detach()).item() for s in (1, -1))
@@ -3194,36 +3239,48 @@ def test_occupancy_is_unbiased_and_gives_the_decay_of_the_loss():
 def test_occupancy_of_the_loop_is_plain_autograd(world, rewarded, untried, monkeypatch, extra):
     """g and h of both folds, one response at a time, through the whole model and its loss by autograd."""
     caught, drawn, sample, occupancy = [], [], m3.sample, ntk.occupancy
-    monkeypatch.setattr(ntk, "occupancy", lambda *grads: caught.extend(grads) or occupancy(*grads))
-    monkeypatch.setattr(m3, "sample", lambda model, prompts, G, *a, **kw: drawn.append(
-        (prompts, *sample(model, prompts, G, *a, **kw))) or drawn[-1][1:])
+
+    def kept_occupancy(*grads):
+        caught.extend(grads)
+        return occupancy(*grads)
+
+    def kept_sample(model, prompts, *rest, **kw):
+        drawn.append((prompts, *sample(model, prompts, *rest, **kw)))
+        return drawn[-1][1:]
+
+    monkeypatch.setattr(ntk, "occupancy", kept_occupancy)
+    monkeypatch.setattr(m3, "sample", kept_sample)
     line = run(world, "--method", "opd", "--divergence", "rkl-topk", "--occupancy-every", "1", "--steps", "1",
                "--out", f"occupied{len(extra)}", *extra)[1]
     prompts, tokens, mask, _ = drawn[1]  # 0 is the evaluation before the first step
-    tok, model = train.toy_tokenizer(), train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).eval().double()
-    params, P, G = list(model.parameters()), 4, 4
+    model = train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).eval().double()
+    params, tok = list(model.parameters()), train.toy_tokenizer()
     rows = train.encode_rows(train.toy_rows(4096, 0), tok, 256, 8, [], "solution")
     hinted = {tuple(row["prompt_ids"]): row["teacher_ids"] for row in rows}
-    L, pull, score = [], [], []
-    for b in range(P * G):
-        y = tokens[b][mask[b]].tolist()
-        read = lambda prompt: model(torch.tensor([prompt + y])).logits[0, len(prompt) - 1:-1]
-        z = read(prompts[b // G])
+
+    def read(prompt, reply):
+        return model(torch.tensor([prompt + reply])).logits[0, len(prompt) - 1:-1]
+
+    losses, pull, score = [], [], []
+    for b in range(16):  # 4 prompts, 4 replies to each
+        reply = tokens[b][mask[b]].tolist()
+        z = read(prompts[b // 4], reply)
         with torch.no_grad():
-            z_T = read(hinted[tuple(prompts[b // G])])
-        L.append(m3.divergence(z, z_T, "rkl-topk").mean())
-        logp = z.log_softmax(-1).gather(-1, torch.tensor(y)[:, None]).sum()
-        for out, value in (pull, L[-1]), (score, logp):
-            out.append(torch.autograd.grad(value, params, retain_graph=True))
+            z_T = read(hinted[tuple(prompts[b // 4])], reply)
+        loss = m3.divergence(z, z_T, "rkl-topk").mean()
+        logp = z.log_softmax(-1).gather(-1, torch.tensor(reply)[:, None]).sum()
+        losses.append(loss.item())
+        pull.append(torch.autograd.grad(loss, params, retain_graph=True))
+        score.append(torch.autograd.grad(logp, params))
     for k in (0, 1):
-        fold, other = [[b for b in range(P * G) if b % G % 2 == x] for x in (k, 1 - k)]
-        baseline = lambda b: sum(L[c].item() for c in other if c // G == b // G) / (G // 2)
-        for i, p in enumerate(params):
+        fold, other = [[b for b in range(16) if b % 4 % 2 == x] for x in (k, 1 - k)]
+        gain = {b: losses[b] - sum(losses[c] for c in other if c // 4 == b // 4) / 2 for b in fold}
+        for i in range(len(params)):
             g = sum(pull[b][i] for b in fold) / len(fold)
-            h = sum((L[b].item() - baseline(b)) * score[b][i] for b in fold) / len(fold)
+            h = sum(gain[b] * score[b][i] for b in fold) / len(fold)
             for got, want in ((caught[k][i], g), (caught[2 + k][i], h)):
-                torch.testing.assert_close(got.double(), want, rtol=2e-3,
-                                           atol=2e-5 * max(1, want.abs().max().item()))
+                atol = 2e-5 * max(1, want.abs().max().item())
+                torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=atol)
     assert line["occupancy_g2"] == pytest.approx(occupancy(*caught)["g2"]) and line["occupancy_X"] != 0
 
 
@@ -3258,7 +3315,8 @@ def test_teachers_are_made_once_and_compared(world, monkeypatch, capsys):
     for kind in train.TOY_TEACHERS:  # planted: only what is done with them is tested here
         if not (world / train.toy_path(kind)).exists():
             shutil.copytree(world / train.toy_path(), world / train.toy_path(kind))
-    argv = "--compare-teachers --seeds 1 --divergence rkl-topk --steps 2 --stats-every 1 --out teachers".split()
+    argv = ["--compare-teachers", "--seeds", "1", "--divergence", "rkl-topk", "--steps", "2",
+            "--stats-every", "1", "--out", "teachers"]
     run(world, *argv, read=False)
     table = (world / "teachers" / "table.md").read_text().splitlines()
     assert [line.split(" | ")[0] for line in table[2:]] == ["| privileged", "| self-rl", "| larger"]
@@ -3394,7 +3452,7 @@ def test_ntk_main_without_any_reward(world, monkeypatch, capsys):
     assert end.value.code == 1 and "--group-size" in capsys.readouterr().err
 
 
-# --- the 103 reported faults: each is pinned by a test, or cannot occur ------------------------------------------------------------
+# --- the 103 reported faults: each is pinned by a test, or cannot occur -------------------------------------
 
 REPORTS = {
     **{f"Ha{i:02}": "test_case" for i in [*range(1, 19), *range(20, 32)]},
@@ -3443,12 +3501,12 @@ REPORTS = {
 
 
 def test_every_report_has_its_test():
-    assert set(REPORTS) == {f"H{part}{i:02}" for part, n in zip("abcde", (34, 25, 19, 12, 13))
-                            for i in range(1, n + 1)}
+    counts = zip("abcde", (34, 25, 19, 12, 13))
+    assert set(REPORTS) == {f"H{part}{i:02}" for part, n in counts for i in range(1, n + 1)}
     tests = {node.name for node in ast.parse(pathlib.Path(__file__).read_text()).body
              if isinstance(node, ast.FunctionDef)}
-    assert [r for r, name in REPORTS.items() if name not in tests
-            and not name.startswith("cannot occur: ")] == []
+    lost = [name for name in REPORTS.values() if name not in tests and not name.startswith("cannot occur: ")]
+    assert lost == []
 
 
 def test_what_stands_behind_the_end_token_is_not_scored():  # Ha32
@@ -3511,7 +3569,11 @@ def test_pad_equal_to_end_token():  # Hb10, Hd03
 
 def test_models_that_return_all_logits():  # Hb05
     model, other = tiny(), tiny()
-    other.forward = lambda logits_to_keep=0, f=other.forward, **kw: f(**kw)
+    forward = other.forward
+
+    def all_logits(logits_to_keep=0, **kw):
+        return forward(**kw)
+    other.forward = all_logits
     a, b = (m3.sample(m, PROMPTS, 2, 5, eos_ids=[EOS], pad_id=PAD, generator=torch.Generator().manual_seed(0))
             for m in (model, other))
     assert torch.equal(a[0], b[0]) and torch.allclose(a[2], b[2], atol=1e-5)
@@ -3533,8 +3595,8 @@ def test_empty_replies_and_one_token_prompts(prompts, tokens):
     z = model.get_output_embeddings()(h)
     for row in range(len(tokens)):
         full = torch.tensor([prompts[row // G] + tokens[row].tolist()])
-        torch.testing.assert_close(z[row], model(full).logits[0, -tokens.shape[1] - 1:-1], rtol=1e-4,
-                                   atol=1e-4)
+        want = model(full).logits[0, -tokens.shape[1] - 1:-1]
+        torch.testing.assert_close(z[row], want, rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_but_masked_tokens():  # Hb19
@@ -3552,7 +3614,7 @@ def test_nothing_but_masked_tokens():  # Hb19
     assert share == {"conflict": 0.0, "conflict_deadband": 0.0, "conflict_rewarded": None}
 
 
-# --- the program: what it trains on ------------------------------------------------------------------------------------------------
+# --- the program: what it trains on -------------------------------------------------------------------------
 
 
 def test_training_and_evaluation_use_one_verifier(world, monkeypatch):
@@ -3596,10 +3658,8 @@ def test_all_replies_cut_is_said_once(world, untried, monkeypatch, capsys):  # H
 def test_scores_are_the_sampled_probabilities(world, rewarded, untried, monkeypatch):
     # Hb12: at a temperature that is not 1
     seen = []
-    monkeypatch.setattr(m3, "sample",
-                        lambda *args, f=m3.sample, **kw: seen.append(f(*args, **kw)) or seen[-1])
-    monkeypatch.setattr(m3, "group_advantages",
-                        lambda *args, f=m3.group_advantages: seen.append(f(*args)) or seen[-1])
+    keep_results(monkeypatch, m3, "sample", seen)
+    keep_results(monkeypatch, m3, "group_advantages", seen)
     line = run(world, "--method", "grpo", "--temperature", "0.5", "--out", "cool", "--steps", "1")[1]
     tokens, mask, logprobs = seen[1]  # 0 is the evaluation before training
     loss = -(m3.token_weights(mask, len(mask)) * seen[2][:, None] * logprobs).sum().item()
@@ -3636,11 +3696,17 @@ def test_micro_batches_hold_rows_of_like_length(world, rewarded, untried, monkey
     seen, hidden, sample = [], m3.hidden_states, m3.sample
     # an untrained model hardly ever ends its reply
     cut = torch.arange(12) < torch.tensor([5, 3, 12, 1] * 4)[:, None]
-    monkeypatch.setattr(m3, "sample",
-                        lambda *a, **kw: [x & cut[:len(x), :x.shape[1]] if x.dtype == torch.bool else x
-                                                        for x in sample(*a, **kw)])
-    monkeypatch.setattr(m3, "hidden_states", lambda backbone, prompts, tokens, *a, **kw: (
-        seen.append((prompts, tokens)) or hidden(backbone, prompts, tokens, *a, **kw)))
+
+    def cut_sample(*args, **kw):
+        tokens, mask, logp = sample(*args, **kw)
+        return tokens, mask & cut[:len(mask), :mask.shape[1]], logp
+
+    def kept_hidden(backbone, prompts, tokens, *rest, **kw):
+        seen.append((prompts, tokens))
+        return hidden(backbone, prompts, tokens, *rest, **kw)
+
+    monkeypatch.setattr(m3, "sample", cut_sample)
+    monkeypatch.setattr(m3, "hidden_states", kept_hidden)
     line = run(world, "--method", "grpo", "--stats-every", "0", "--kdr-every", "0", "--steps", "1",
                "--max-new-tokens", "12", "--micro-batch", "3", "--out", "sorted")[1]
     widths = [tokens.shape[1] for _, tokens in seen]
@@ -3651,25 +3717,29 @@ def test_micro_batches_hold_rows_of_like_length(world, rewarded, untried, monkey
 
 
 def test_distillation_comes_nearer(world, monkeypatch):  # Hb21
-    """The sign of the whole chain, from residual to weights: on the same problems again and again, OPD's loss falls."""
+    """The sign of the whole chain, from residual to weights: on the same problems OPD's loss falls."""
     monkeypatch.setattr(m3, "draw_problems", lambda n, count, seed, step: range(count))
-    lines = run(world,
-                *"--method opd --lr 3e-3 --steps 12 --save-every 12 --eval-every 12 --out near".split())
+    lines = run(world, "--method", "opd", "--lr", "3e-3", "--steps", "12", "--save-every", "12",
+                "--eval-every", "12", "--out", "near")
     assert lines[-1]["loss_D"] < 0.85 * lines[1]["loss_D"]
 
 
 @pytest.mark.parametrize("extra", [[], ["--gradient-checkpointing"]])
 def test_dropout_is_off(world, extra):
     # Hb14, Hc13, Hc14: GPT-2 has dropout 0.1; a teacher with the same weights agrees exactly
-    real_world(world, "gpt2", "model-gpt2")
-    line = run(world, *argv, "--teacher", "model-gpt2", "--method", "opd", "--lr", "0", "--steps", "1",
-               "--out", f"drop{len(extra)}", *extra)[1]
+    argv = real_world(world, "gpt2", "model-gpt2")
+    argv += ["--teacher", "model-gpt2", "--method", "opd", "--lr", "0", "--steps", "1"]
+    line = run(world, *argv, "--out", f"drop{len(extra)}", *extra)[1]
     assert line["loss_D"] == pytest.approx(0, abs=1e-6) and line["grad_norm"] < 1e-3
 
 
 def test_the_teacher_stays_where_it_was(world, rewarded, untried, monkeypatch):  # Hc15
-    models = []
-    monkeypatch.setattr(m3, "split_head", lambda model, f=m3.split_head: models.append(model) or f(model))
+    models, split_head = [], m3.split_head
+
+    def kept_split(model):
+        models.append(model)
+        return split_head(model)
+    monkeypatch.setattr(m3, "split_head", kept_split)
     run(world, "--method", "m3-eg", "--lr", "1e-2", "--out", "teacher")
     start = train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).state_dict()
     student, teacher = (m.state_dict() for m in models)
@@ -3681,13 +3751,16 @@ def test_the_teacher_stays_where_it_was(world, rewarded, untried, monkeypatch): 
 def test_evaluation_changes_nothing_and_counts_every_row(monkeypatch):  # He12, He13
     verdicts = iter([1, 1, 1, 1, 1, 1, 0, 0, 1, 0])  # batches of 4, 4, 2 with 4, 2, 1 right
     monkeypatch.setattr(m3, "verify", lambda text, gold, kind: next(verdicts))
-    model, rows = tiny(vocab=len(train.TOY_WORDS)).train(), [dict(prompt_ids=[5, 6 + i], answer="1",
-                                                                  kind="toy") for i in range(10)]
+    model = tiny(vocab=len(train.TOY_WORDS)).train()
+    rows = [dict(prompt_ids=[5, 6 + i], answer="1", kind="toy") for i in range(10)]
     before, noise = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    sizes, flags = [], train.argparse.Namespace(prompts_per_step=2, group_size=2, max_new_tokens=3)
-    monkeypatch.setattr(m3, "sample",
-                        lambda model, prompts, *a, f=m3.sample, **kw: sizes.append(len(prompts))
-                        or f(model, prompts, *a, **kw))
+    flags = train.argparse.Namespace(prompts_per_step=2, group_size=2, max_new_tokens=3)
+    sizes, sample = [], m3.sample
+
+    def counted(model, prompts, *rest, **kw):
+        sizes.append(len(prompts))
+        return sample(model, prompts, *rest, **kw)
+    monkeypatch.setattr(m3, "sample", counted)
     accuracy, texts = train.evaluate(model, train.toy_tokenizer(), rows, flags, [1])
     assert (accuracy, len(texts), sizes) == (0.7, 10, [4, 4, 2])
     assert model.training and torch.equal(noise, torch.get_rng_state())
@@ -3696,8 +3769,9 @@ def test_evaluation_changes_nothing_and_counts_every_row(monkeypatch):  # He12, 
 
 def test_random_probes_follow_the_seed(world, rewarded):
     # kernel hutchinson: not the global generator, which evaluations may move
-    argv = [*real_world(world, "llama", "model-llama"),
-            *"--prompts-per-step 1 --group-size 2 --max-new-tokens 2 --steps 1 --kernel hutchinson".split()]
+    argv = real_world(world, "llama", "model-llama")
+    argv += ["--prompts-per-step", "1", "--group-size", "2", "--max-new-tokens", "2", "--steps", "1",
+             "--kernel", "hutchinson"]
     lines = []
     for i in range(2):
         torch.manual_seed(i)
@@ -3705,15 +3779,15 @@ def test_random_probes_follow_the_seed(world, rewarded):
     assert lines[0] == lines[1]
 
 
-# --- the program: what stops it, and what is left then -------------------------------------------------------------------------------
+# --- the program: what stops it, and what is left then ------------------------------------------------------
 
 
 def one_line(capsys, *words):
     """The error is one line that names the mend, and no traceback."""
     said = capsys.readouterr().err
     errors = [line for line in said.splitlines() if "train.py: error:" in line]
-    assert len(errors) == 1 and "Traceback" not in said and all(word in errors[0]
-                                                                for word in words), said[-2000:]
+    assert len(errors) == 1 and "Traceback" not in said, said[-2000:]
+    assert all(word in errors[0] for word in words), errors[0]
     return errors[0]
 
 
@@ -3738,7 +3812,8 @@ def test_mistakes_of_machine_and_number(world, capsys, monkeypatch, argv, word):
         tiny_model("llama", vocab_size=20).save_pretrained(world / "other")
         transformers.AutoTokenizer.from_pretrained(world / "model-llama").save_pretrained(world / "other")
     for name in ("unsaved", "unlogged"):  # killed before its first checkpoint; no log at all
-        (world / name).mkdir(exist_ok=True), (world / name / "config.json").write_text('{"method": "grpo"}')
+        (world / name).mkdir(exist_ok=True)
+        (world / name / "config.json").write_text('{"method": "grpo"}')
     monkeypatch.setattr(train, "WORLD", 2 if word in ("--prompts-per-step", "torchrun") else 1)
     run(world, *argv.split(), code=2)
     one_line(capsys, word)
@@ -3749,8 +3824,9 @@ def test_models_without_a_longest_context(world, rewarded):
     folder = world / "no-limit"
     if not folder.exists():
         tok = transformers.AutoTokenizer.from_pretrained(world / "model-gpt2")
-        bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=len(tok), hidden_size=16, n_layer=1, n_head=2))
-        bloom.save_pretrained(folder), tok.save_pretrained(folder)
+        bloom = BloomForCausalLM(BloomConfig(vocab_size=len(tok), hidden_size=16, n_layer=1, n_head=2))
+        bloom.save_pretrained(folder)
+        tok.save_pretrained(folder)
     # its positions are ALiBi's
     assert run(world, "--model", "no-limit", "--out", "unlimited", "--steps", "1")[1]["grad_norm"] > 0
 
@@ -3758,7 +3834,8 @@ def test_models_without_a_longest_context(world, rewarded):
 def test_no_code_from_a_model_folder_is_run(world, capsys, monkeypatch):
     folder = world / "evil"
     folder.mkdir(exist_ok=True)
-    (folder / "evil.py").write_text("open('evil-ran', 'w').write('x')\nclass T: pass\nclass M: pass\nclass C: pass\n")
+    code = "open('evil-ran', 'w').write('x')\nclass T: pass\nclass M: pass\nclass C: pass\n"
+    (folder / "evil.py").write_text(code)
     names = {"AutoTokenizer": ["evil.T", None], "AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
     for name in ("config.json", "tokenizer_config.json"):
         (folder / name).write_text(json.dumps({"auto_map": names, "model_type": "evil",
@@ -3770,17 +3847,31 @@ def test_no_code_from_a_model_folder_is_run(world, capsys, monkeypatch):
     assert not (world / "evil-ran").exists() and not asked
 
 
+class Evil:
+    """A pickle of it would run code."""
+    def __reduce__(self):
+        return os.mkdir, ("pickle-ran",)
+
+
 class Damage:
     """Ways for a checkpoint to be unreadable."""
-    def cut_state(out): os.truncate(out / "last/trainer.pt", 1000)
-    def junk_state(out): (out / "last/trainer.pt").write_bytes(b"\x80junk" * 99)
-    def cut_weights(out): os.truncate(out / "last/model.safetensors", 5000)
-    def no_log(out): (out / "metrics.jsonl").unlink()
-    def short_log(out): (out / "metrics.jsonl").write_text((out / "metrics.jsonl").read_text().split("\n")[0] + "\n")
-    def poisoned(out):  # a pickle that would run code
-        import pickle
-        class Evil:
-            def __reduce__(self): return os.mkdir, ("pickle-ran",)
+    def cut_state(out):
+        os.truncate(out / "last/trainer.pt", 1000)
+
+    def junk_state(out):
+        (out / "last/trainer.pt").write_bytes(b"\x80junk" * 99)
+
+    def cut_weights(out):
+        os.truncate(out / "last/model.safetensors", 5000)
+
+    def no_log(out):
+        (out / "metrics.jsonl").unlink()
+
+    def short_log(out):
+        first = (out / "metrics.jsonl").read_text().split("\n")[0]
+        (out / "metrics.jsonl").write_text(first + "\n")
+
+    def poisoned(out):
         (out / "last/trainer.pt").write_bytes(pickle.dumps(Evil()))
 
 
@@ -3796,7 +3887,8 @@ def saved(world, rewarded):
 
 def repaired(world, step):
     """What the message tells: point `last` at an earlier checkpoint. The rest is done again, bit for bit."""
-    (world / "hurt/last").unlink(missing_ok=True), (world / "hurt/last").symlink_to(f"checkpoint-{step}")
+    (world / "hurt/last").unlink(missing_ok=True)
+    (world / "hurt/last").symlink_to(f"checkpoint-{step}")
     lines = run(world, "--resume", "hurt", "--out", "hurt")
     one, two = weights(world, "saved"), weights(world, "hurt")
     assert all(torch.equal(one[k], two[k]) for k in one) and [line["step"] for line in lines] == [0, 1, 2, 3]
@@ -3904,9 +3996,8 @@ def test_a_resume_keeps_its_flags(world, saved, capsys):
     assert [line["lr"] for line in records(saved)[1:]] == [1e-4] * 3 + [1e-3] * 2
 
 
-@pytest.mark.parametrize("error",
-                         [OSError(28, "No space left on device"),
-                          RuntimeError("PytorchStreamWriter failed writing file")])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"),
+                                   RuntimeError("PytorchStreamWriter failed writing file")])
 def test_disk_full(world, saved, rewarded, capsys, monkeypatch, error):  # He03, He05
     repaired(world, 1)
     def half(state, path, f=torch.save):
@@ -3924,8 +4015,8 @@ def test_disk_full(world, saved, rewarded, capsys, monkeypatch, error):  # He03,
     assert torch.load(out / "last/trainer.pt", weights_only=True)["step"] == 4
     monkeypatch.undo()
     monkeypatch.setattr(m3, "verify", lambda text, gold, kind: len(text) % 2)
-    assert [line["step"]
-            for line in run(world, "--resume", "hurt", "--out", "hurt", "--steps", "5")] == list(range(6))
+    lines = run(world, "--resume", "hurt", "--out", "hurt", "--steps", "5")
+    assert [line["step"] for line in lines] == list(range(6))
 
 
 def test_disk_full_between_checkpoints(world, capsys, monkeypatch):
@@ -4003,12 +4094,17 @@ def test_a_folder_has_one_run_at_a_time(world, saved, monkeypatch, capsys):
 
 @pytest.mark.parametrize("method", ["m3-soft", "m3-eg", "minnorm"])
 def test_non_finite_steps(world, rewarded, monkeypatch, capsys, method):  # He06
-    bad, step = {2}, [0]
-    monkeypatch.setattr(m3, "draw_problems",
-                        lambda *a, f=m3.draw_problems: step.__setitem__(0, a[-1]) or f(*a))
-    monkeypatch.setattr(m3, "hidden_states",
-                        lambda *a, f=m3.hidden_states, **kw: f(*a,
-                                                               **kw) * (math.nan if step[0] in bad else 1))
+    bad, step, draw, hidden = {2}, [0], m3.draw_problems, m3.hidden_states
+
+    def counted(n, count, seed, number):
+        step[0] = number
+        return draw(n, count, seed, number)
+
+    def broken(*args, **kw):
+        return hidden(*args, **kw) * (math.nan if step[0] in bad else 1)
+
+    monkeypatch.setattr(m3, "draw_problems", counted)
+    monkeypatch.setattr(m3, "hidden_states", broken)
     argv = ["--method", method, "--steps", "5", "--eval-every", "5"]
     lines = run(world, *argv, "--out", f"nan1-{method}")
     out, load = world / f"nan1-{method}", lambda f: train.Qwen3ForCausalLM.from_pretrained(f).state_dict()
@@ -4056,11 +4152,11 @@ def test_a_moving_teacher_is_resumed(world, rewarded, method, steps):
     argv, out = ["--method", method, "--lr", "1e-2", "--eval-every", "1"], f"state-{method}"
     run(world, *argv, "--out", out, "--steps", "1")
     if steps > 1:  # RLSD's teacher moves at step 20: let this be step 19
-        state, log = torch.load(world / out / "last/trainer.pt",
-                                weights_only=True), records(world / out)[1] | dict(seconds=1.0)
+        state = torch.load(world / out / "last/trainer.pt", weights_only=True)
         torch.save(state | dict(step=steps), world / out / "last/trainer.pt")
-        (world / out / "metrics.jsonl").write_text("".join(json.dumps(log | dict(step=i)) + "\n"
-                                                           for i in range(steps + 1)))
+        log = records(world / out)[1] | dict(seconds=1.0)
+        logs = [json.dumps(log | dict(step=i)) + "\n" for i in range(steps + 1)]
+        (world / out / "metrics.jsonl").write_text("".join(logs))
     shutil.copytree(world / out, world / f"{out}-2", symlinks=True)
     whole = run(world, "--resume", out, "--out", out, "--steps", str(steps + 2))
     run(world, "--resume", f"{out}-2", "--out", f"{out}-2", "--steps", str(steps + 1))
@@ -4159,7 +4255,8 @@ def records(out, name="metrics"):
 
 
 def test_kill_at_any_moment_and_resume(world, fork):  # He01
-    argv = "--steps 12 --method m3-soft --lr 1e-2 --eval-every 1 --max-new-tokens 5".split()
+    argv = ["--steps", "12", "--method", "m3-soft", "--lr", "1e-2", "--eval-every", "1",
+            "--max-new-tokens", "5"]
     assert fork(*argv, "--out", "unbroken") == 0
     out, rng = world / "killed", random.Random(0)
     for _ in range(7):
@@ -4182,7 +4279,8 @@ def test_kill_at_any_moment_and_resume(world, fork):  # He01
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_save_within_a_step(world, fork, number):  # He07
-    argv = "--steps 60 --save-every 60 --eval-every 60 --method m3-soft --lr 1e-2".split()
+    argv = ["--method", "m3-soft", "--steps", "60", "--save-every", "60", "--eval-every", "60",
+            "--lr", "1e-2"]
     name = f"signal{int(number)}"
     out = world / name
     code = fork(*argv, "--out", name, at=[name, number, 0, 4])  # as soon as steps 0 to 3 are in the log
@@ -4213,7 +4311,8 @@ def test_nohup_is_respected():
 def test_a_comparison_ends_with_its_runs_saved(world, fork, number):
     """A signal is passed on; SIGKILL cannot be, but the run sees that it is alone."""
     name = f"stopped{int(number)}"
-    argv = f"--compare grpo --seeds 1 --steps 99999 --save-every 99999 --eval-every 99999 --out {name}".split()
+    argv = ["--compare", "grpo", "--seeds", "1", "--steps", "99999", "--save-every", "99999",
+            "--eval-every", "99999", "--out", name]
     out = world / name / "grpo-0"
 
     def stop(pid):
@@ -4284,7 +4383,8 @@ def test_help_names_the_methods(capsys, monkeypatch):
 def test_new_flags():
     assert train.parse_flags([]).hint_error == 0 and train.parse_flags([]).eg_gate == "select"
     assert train.parse_flags(["--hint-error", "0.5", "--eg-gate", "soft", "--no-swa"]).hint_error == 0.5
-    config = train.config_of(train.parse_flags("--tau 2.5 --swa --out a=b --lr 1e-05".split()))
+    argv = ["--tau", "2.5", "--swa", "--out", "a=b", "--lr", "1e-05"]
+    config = train.config_of(train.parse_flags(argv))
     assert train.config_of(train.parse_flags(train.as_argv(config))) == config  # a config is a command line
 
 
@@ -4358,7 +4458,7 @@ def test_a_failing_rank_ends_all(world):
     assert "another has ended" in done.stderr or "Signal 15" in done.stderr or "SIGTERM" in done.stderr
 
 
-# --- the README's recipe for TRL: runs where TRL is installed ------------------------------------------------------------------------
+# --- the README's recipe for TRL: runs where TRL is installed -----------------------------------------------
 
 
 def recipe():
@@ -4370,9 +4470,9 @@ def recipe():
 
 @pytest.fixture(scope="session")
 def recipe_run(tmp_path_factory):
-    """The recipe after its one step of training, the initial policy, and all batches of a second run of two steps.
+    """The recipe after one step of training, the first policy, and all batches of a second run of two steps.
 
-    A tiny random Qwen3 with the toy tokenizer. Rows of a step come in two halves, so that accumulation is tested too.
+    A tiny random Qwen3 with the toy tokenizer. Rows of a step come in two halves: accumulation is tested too.
     """
     trl = pytest.importorskip("trl")
     tok, rows = train.toy_tokenizer(), train.toy_rows(6, 0)
@@ -4405,8 +4505,12 @@ def recipe_run(tmp_path_factory):
                 batches.clear()
 
         inner = trainer._compute_loss
-        patch.setattr(trainer, "_compute_loss",
-                      lambda model, inputs: batches.append(inputs) or inner(model, inputs))
+
+        def kept_loss(model, inputs):
+            batches.append(inputs)
+            return inner(model, inputs)
+
+        patch.setattr(trainer, "_compute_loss", kept_loss)
         trainer.add_callback(Record())
         args.max_steps = 2
         trainer.train()
@@ -4417,8 +4521,12 @@ def row_ids(inputs, b, name):
     return inputs[f"{name}_ids"][b][inputs[f"{name}_mask"][b].bool()]
 
 
+def reply_logits(model, prompt, reply):
+    return model(torch.cat([prompt, reply])[None]).logits[0, len(prompt) - 1:-1]
+
+
 def m3_soft_gradient(model, teacher, batches, alpha_max=0.15, sharpness=1.0, eps=0.1, temperature=1.3):
-    """What the recipe should hand to the optimizer, from the paper's equations alone: float64, row by row, unpadded.
+    """What the recipe should give the optimizer, from the paper's equations alone: float64, row by row.
 
     The residuals are taken by autograd from the two losses; none of m3.py's functions is used.
     """
@@ -4427,13 +4535,13 @@ def m3_soft_gradient(model, teacher, batches, alpha_max=0.15, sharpness=1.0, eps
     total = 0
     for inputs, b in rows:
         y, A = row_ids(inputs, b, "completion"), inputs["advantages"][b].double()
-        z, z_T = (reader(torch.cat([ids := row_ids(inputs, b, name), y])[None]).logits[0, len(ids) - 1:-1] / temperature
-                  for reader, name in ((model, "prompt"), (teacher, "teacher")))
-        z_T, leaf = z_T.detach(), z.detach().requires_grad_()
+        z = reply_logits(model, row_ids(inputs, b, "prompt"), y) / temperature
+        z_T = reply_logits(teacher, row_ids(inputs, b, "teacher"), y).detach() / temperature
+        leaf = z.detach().requires_grad_()
         log_p = leaf.log_softmax(-1)
         (delta_R,) = torch.autograd.grad(-A * log_p[range(len(y)), y].sum(), leaf, retain_graph=True)
-        (delta_D,) = torch.autograd.grad(F.kl_div(log_p, z_T.log_softmax(-1), log_target=True,
-                                                  reduction="sum"), leaf)
+        kl = F.kl_div(log_p, z_T.log_softmax(-1), log_target=True, reduction="sum")
+        (delta_D,) = torch.autograd.grad(kl, leaf)
         size_R, size_D = delta_R.norm(dim=-1, keepdim=True), delta_D.norm(dim=-1, keepdim=True)
         cos = (delta_R * delta_D).sum(-1, keepdim=True) / (size_R * size_D).clamp(min=1e-30)
         alpha = alpha_max / (1 + torch.exp(-sharpness * cos))
@@ -4469,35 +4577,39 @@ def test_trl_recipe_hands_the_m3_gradient_to_the_optimizer(recipe_run):
 
 
 def test_trl_recipe_steps_in_the_right_direction(recipe_run, monkeypatch):
-    """For a batch of one token a step along its seed must move that token's own loss down, whatever the weights are."""
+    """For a batch of one token a step along its seed must move that token's own loss down."""
     trainer, start, tok, steps = recipe_run
     model, inputs = trainer.model, steps[-1][1][0]
     home = copy.deepcopy(model.state_dict())
+
+    def log_p(reader, b, name):
+        return (reader(row_ids(inputs, b, name)[None]).logits[0, -1] / 1.3).log_softmax(-1)
+
+    def loss(b, A, hinted):
+        """A 1: the token becomes likelier; -1: less likely; 0: the policy comes closer to the teacher."""
+        own = log_p(model, b, "prompt")
+        if A == 0:
+            return F.kl_div(own, hinted, log_target=True, reduction="sum").item()
+        return -A * own[inputs["completion_ids"][b, 0]].item()
+
     for b in range(4):
         only = {k: v[b:b + 1, :1] if k.startswith("completion") else v[b:b + 1]
                 for k, v in inputs.items() if v.dim()}
-        y = only["completion_ids"][0]
-        log_p = lambda reader, name: (reader(row_ids(inputs, b, name)[None]).logits[0, -1] / 1.3).log_softmax(-1)
-        hinted = log_p(start.float(), "teacher").detach()
-        own = lambda: log_p(model, "prompt")
-        for A, alpha_max, measure in (
-                (1.0, 0.0, lambda: -own()[y]),  # rewarded: becomes likelier
-                (-1.0, 0.0, lambda: own()[y]),  # punished: less likely
-                # closer to the teacher
-                (0.0, 1.0, lambda: F.kl_div(own(), hinted, log_target=True, reduction="sum"))):
+        hinted = log_p(start.float(), b, "teacher").detach()
+        for A, alpha_max in ((1.0, 0.0), (-1.0, 0.0), (0.0, 1.0)):
             monkeypatch.setattr(trainer, "alpha_max", alpha_max)
             model.zero_grad()
             trainer._compute_loss(model, only | {"advantages": torch.tensor([A])}).backward()
             with torch.no_grad():
-                before = measure().item()
+                before = loss(b, A, hinted)
                 for p in model.parameters():
                     p.sub_(1e-3 * p.grad)
-                assert measure().item() < before
+                assert loss(b, A, hinted) < before
                 model.load_state_dict(home)
 
 
-# --- benchmarks: pytest -m benchmark -s ------------------------------------------------------------------------------------------
-# Whole-process times on a shared machine are noisy: every figure is a median, every ratio is of two things timed in turn.
+# --- benchmarks: pytest -m benchmark -s ---------------------------------------------------------------------
+# Times on a shared machine are noisy: every figure is a median, every ratio is of two things timed in turn.
 
 
 def timed(*jobs, repeats=7):
@@ -4523,9 +4635,12 @@ def toy_batch(P=8, G=8, N=24):
     model, tok = train.Qwen3ForCausalLM.from_pretrained(train.toy_model()).eval(), train.toy_tokenizer()
     rows = train.encode_rows(train.toy_rows(P, 5), tok, 256, N, [], "solution")
     ids = [row["prompt_ids"] for row in rows]
-    go = lambda: m3.sample(model, ids, G, N, eos_ids={tok.eos_token_id}, pad_id=0,
-                           generator=torch.Generator().manual_seed(0))
-    return model, tok, rows, ids, go
+
+    def go():
+        generator = torch.Generator().manual_seed(0)
+        return m3.sample(model, ids, G, N, eos_ids={tok.eos_token_id}, pad_id=0, generator=generator)
+
+    return types.SimpleNamespace(model=model, tok=tok, rows=rows, ids=ids, sample=go)
 
 
 def seeded_step(model, prompts, tokens, mask, chunk=4096):
@@ -4545,55 +4660,56 @@ def seeded_step(model, prompts, tokens, mask, chunk=4096):
     return into
 
 
-@pytest.mark.benchmark
-def test_benchmark_toy_step():
-    """Where a step's time goes, and how far it is from its matrix products alone."""
-    import resource
-    model, tok, rows, ids, sample = toy_batch()
-    tokens, mask, _ = sample()
-    teacher_ids = [row["teacher_ids"] for row in rows]
+def step_jobs():
+    """The parts of one step of the toy world, each as a function without arguments, and what they work on."""
+    toy = toy_batch()
+    model, ids, (tokens, mask, _) = toy.model, toy.ids, toy.sample()
+    teacher_ids = [row["teacher_ids"] for row in toy.rows]
+    full, attention, _ = m3.left_pad(each(ids, 8), 0)
+    full, attention = torch.cat([full, tokens], 1), torch.cat([attention, mask.long()], 1)
+    paid = [m3.verify(text, toy.rows[i // 8]["answer"], "toy")
+            for i, text in enumerate(m3.decode(toy.tok, tokens, mask))]
+    A = m3.group_advantages(torch.tensor(paid).float(), 8)
+    with torch.no_grad():
+        z_S, z_T = (model.lm_head(m3.hidden_states(model.base_model, each(p, 8), tokens, 0))
+                    for p in (ids, teacher_ids))
+        residuals = m3.distill_residual(z_S, z_T), m3.reward_residual(z_S, tokens, A)
+    delta = [mask[..., None] * x for x in residuals]
+    params = list(model.parameters())
+    z = model.lm_head(m3.hidden_states(model.base_model, each(ids, 8), tokens, 0))
 
     def teacher():
         with torch.no_grad():
             m3.hidden_states(model.base_model, each(teacher_ids, 8), tokens, 0)
 
-    full, attention, _ = m3.left_pad(each(ids, 8), 0)
-    full, attention = torch.cat([full, tokens], 1), torch.cat([attention, mask.long()], 1)
-    texts = m3.decode(tok, tokens, mask)
-    A = m3.group_advantages(torch.tensor([float(m3.verify(t, rows[i // 8]["answer"], "toy"))
-                                          for i, t in enumerate(texts)]), 8)
-    with torch.no_grad():
-        z_S, z_T = (model.lm_head(m3.hidden_states(model.base_model, each(p, 8), tokens, 0))
-                    for p in (ids, teacher_ids))
-        delta = [mask[..., None] * x
-                 for x in (m3.distill_residual(z_S, z_T), m3.reward_residual(z_S, tokens, A))]
-    local = lambda: ntk.kdr_flat(model, full, attention, mask, [[x[mask] for x in delta]], "local", 10**6)
-    params = list(model.parameters())
+    def score():
+        return seeded_step(model, each(ids, 8), tokens, mask)
+
+    def local():
+        return ntk.kdr_flat(model, full, attention, mask, [[x[mask] for x in delta]], "local", 10**6)
+
+    def statistics():
+        return m3.geometry(*(torch.autograd.grad(z, params, x, retain_graph=True) for x in delta))
+
     optimizer = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in params])
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.zeros_like(p)
-    z = model.lm_head(m3.hidden_states(model.base_model, each(ids, 8), tokens, 0))
-    statistics = lambda: m3.geometry(*(torch.autograd.grad(z, params, x, retain_graph=True) for x in delta))
-    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    n, size = int(mask.sum()), sum(p.numel() for p in params)
-    weights = [p for name, p in model.named_parameters() if p.ndim == 2]
-    few, many = ([torch.randn(k, w.shape[1]) for w in weights] for k in (len(tokens), n))
+    jobs = dict(sample=toy.sample, teacher=teacher, score_and_backward=score, kernel_local=local,
+                optimizer=optimizer.step, statistics=statistics)
+    return jobs, model, ids, (tokens, mask, A)
 
-    def products():
-        # those of the model itself: once per sampled position, then forward and twice as much backward
-        with torch.no_grad():
-            for xs in [few] * tokens.shape[1] + [many] * 3:
-                [x @ w.T for x, w in zip(xs, weights)]
 
+def model_calls(model, ids, tokens, mask):
+    """The model alone, with as many rows and columns as a step: no choice of tokens, no residuals."""
     left, real, positions = m3.left_pad(ids, 0)
-    kv = m3.cache_name(model)
+    kv, params = m3.cache_name(model), list(model.parameters())
 
     def calls():
-        # of the model alone, with as many rows and columns as a step: no choice of tokens, no residuals, no sums
         with torch.inference_mode():
             out = model(input_ids=left, attention_mask=real, position_ids=positions, use_cache=True,
                         logits_to_keep=1)
-            cache, seen, at = out[kv], F.pad(real, (0, 24), value=1).repeat_interleave(8, 0), positions[:, -1:].repeat_interleave(8, 0)
+            cache, at = out[kv], positions[:, -1:].repeat_interleave(8, 0)
+            seen = F.pad(real, (0, 24), value=1).repeat_interleave(8, 0)
             cache.batch_repeat_interleave(8)
             for i, alive in enumerate(mask.sum(0).tolist()[1:]):
                 if alive < len(seen):
@@ -4604,19 +4720,43 @@ def test_benchmark_toy_step():
                       position_ids=at, use_cache=True, **{kv: cache})
         h = m3.hidden_states(model.base_model, each(ids, 8), tokens, 0)
         torch.autograd.grad(model.lm_head(h[mask]).sum(), params)
+    return calls
 
-    s, t, u, k, o, c, g, f, m = timed(sample, teacher, lambda: seeded_step(model, each(ids, 8), tokens, mask),
-                                      local, optimizer.step,
-                                   statistics, lambda: a @ b, products, calls)
-    floor = 8 * size * n / (2 * 1024**3 / g)  # 2 per sampled, 6 per trained token and parameter
+
+@pytest.mark.benchmark
+def test_benchmark_toy_step():
+    """Where a step's time goes, and how far it is from its matrix products alone."""
+    import resource
+    jobs, model, ids, (tokens, mask, A) = step_jobs()
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    n, size = int(mask.sum()), sum(p.numel() for p in model.parameters())
+    weights = [p for p in model.parameters() if p.ndim == 2]
+    few, many = ([torch.randn(k, w.shape[1]) for w in weights] for k in (len(tokens), n))
+
+    def square():
+        return a @ b
+
+    def products():
+        # those of the model itself: once per sampled position, then forward and twice as much backward
+        with torch.no_grad():
+            for inputs in [few] * tokens.shape[1] + [many] * 3:
+                for x, w in zip(inputs, weights):
+                    x @ w.T
+
+    jobs |= dict(square=square, own_products=products, model_calls=model_calls(model, ids, tokens, mask))
+    cost = dict(zip(jobs, timed(*jobs.values())))
+    # 2 per sampled, 6 per trained token and parameter
+    floor = 8 * size * n / (2 * 1024**3 / cost.pop("square"))
+    grpo = cost["sample"] + cost["score_and_backward"] + cost["optimizer"]
+    logit = grpo + cost["teacher"]
+    local = logit + cost["kernel_local"]
     report("toy step, 8 x 8 responses", tokens=n, groups_with_a_signal=len(A.view(-1, 8).any(1).nonzero()),
-           sample=s, teacher=t, score_and_backward=u, kernel_local=k, statistics=c, optimizer=o,
-           grpo_step=s + u + o, m3_logit_step=s + t + u + o, m3_local_step=s + t + u + k + o,
-           gemm_floor=floor, grpo_over_floor=(s + u + o) / floor, own_products=f,
-           grpo_over_own_products=(s + u + o) / f, model_calls=m, model_calls_over_own_products=m / f,
-           m3_logit_over_grpo=(s + t + u + o) / (s + u + o),
-           m3_local_over_grpo=(s + t + u + k + o) / (s + u + o), local_over_forward_backward=k / u,
-           tokens_per_second=n / (s + u + o),
+           **cost, grpo_step=grpo, m3_logit_step=logit, m3_local_step=local, gemm_floor=floor,
+           grpo_over_floor=grpo / floor, grpo_over_own_products=grpo / cost["own_products"],
+           model_calls_over_own_products=cost["model_calls"] / cost["own_products"],
+           m3_logit_over_grpo=logit / grpo, m3_local_over_grpo=local / grpo,
+           local_over_forward_backward=cost["kernel_local"] / cost["score_and_backward"],
+           tokens_per_second=n / grpo,
            peak_gigabytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 
@@ -4624,8 +4764,8 @@ def test_benchmark_toy_step():
 @pytest.mark.parametrize("toy", [True, False], ids=["toy", "real"])
 def test_benchmark_sampling_against_generate(toy):
     if toy:
-        (model, tok, _, ids, _), G, N = toy_batch(), 8, 24
-        eos_ids, repeats = {tok.eos_token_id}, 7
+        batch, G, N, repeats = toy_batch(), 8, 24, 7
+        model, tok, ids, eos_ids = batch.model, batch.tok, batch.ids, {batch.tok.eos_token_id}
     else:
         if not os.environ.get("M3_REAL_MODEL"):
             pytest.skip("set M3_REAL_MODEL to the folder of a small real model, SmolLM2-135M for one")
@@ -4644,7 +4784,8 @@ def test_benchmark_sampling_against_generate(toy):
     def generate():
         torch.manual_seed(0)
         out = model.generate(left, attention_mask=attention, do_sample=True, temperature=1.0, top_p=1.0,
-                             top_k=0, max_new_tokens=N, eos_token_id=sorted(eos_ids), pad_token_id=pad)[:, left.shape[1]:]
+                             top_k=0, max_new_tokens=N, eos_token_id=sorted(eos_ids), pad_token_id=pad)
+        out = out[:, left.shape[1]:]
         ends = torch.isin(out, torch.tensor(sorted(eos_ids))).cumsum(1)
         produced.append(int((ends.cumsum(1) <= 1).sum()))  # up to the first end token, that included
 
@@ -4657,15 +4798,15 @@ def test_benchmark_sampling_against_generate(toy):
 @pytest.mark.benchmark
 @pytest.mark.parametrize("chunk", [1024, 128, 48])
 def test_benchmark_vocabulary_chunks(chunk):
-    """Seconds and memory growth of one seeded backward, V = 151,936, 1,024 positions, in a process of its own."""
+    """Seconds and memory growth of a backward pass, V = 151,936, 1,024 positions, in its own process."""
     code = f"""
 import resource, time, torch, sys
 sys.path.insert(0, {str(HERE)!r})
 import test_m3
 from transformers import Qwen3Config, Qwen3ForCausalLM
 torch.manual_seed(0)
-model = Qwen3ForCausalLM(Qwen3Config(vocab_size=151936, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=32)).eval()
+model = Qwen3ForCausalLM(Qwen3Config(vocab_size=151936, hidden_size=128, intermediate_size=256,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32)).eval()
 model.get_output_embeddings().weight.requires_grad_(False)
 tokens, mask = torch.randint(9, (16, 64)), torch.ones(16, 64).bool()
 prompts = [[5, 6, 7]] * 16
@@ -4674,7 +4815,7 @@ start = time.perf_counter()
 test_m3.seeded_step(model, prompts, tokens, mask, {chunk})
 print(time.perf_counter() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)
 """
-    # Through a shell that forks: a process that is started directly inherits the highest mark of this one's memory.
+    # Through a shell that forks: a process started directly inherits the highest mark of this one's memory.
     done = subprocess.run(["sh", "-c", '"$0" -c "$1"; exit', sys.executable, code], capture_output=True,
                           text=True)
     seconds, grown = map(float, done.stdout.split())
@@ -4684,7 +4825,7 @@ print(time.perf_counter() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_
 
 @pytest.mark.benchmark
 def test_benchmark_micro_batches_by_length():
-    """64 responses of 8 to 256 tokens in micro-batches of 16: sorted by length, as the loop does it, against as they come."""
+    """64 responses of 8 to 256 tokens in micro-batches of 16: sorted by length, as the loop does, or not."""
     torch.manual_seed(0)
     model = train.Qwen3ForCausalLM(train.Qwen3Config(vocab_size=1000, hidden_size=256, intermediate_size=768,
                                                      head_dim=64, num_hidden_layers=4, num_attention_heads=4,
@@ -4706,35 +4847,63 @@ def test_benchmark_micro_batches_by_length():
 
 @pytest.mark.benchmark
 def test_benchmark_exact_kernel_against_the_loop():
-    model, tok, rows, ids, sample = toy_batch(P=1, G=2)
-    tokens, mask, _ = sample()
-    full, attention, _ = m3.left_pad([ids[0]] * 2, 0)
+    toy = toy_batch(P=1, G=2)
+    model, (tokens, mask, _) = toy.model, toy.sample()
+    full, attention, _ = m3.left_pad([toy.ids[0]] * 2, 0)
     full, attention = torch.cat([full, tokens], 1), torch.cat([attention, mask.long()], 1)
-    delta = [torch.randn(*tokens.shape, len(tok)) * mask[..., None] * 0.1 for _ in range(2)]
+    delta = [torch.randn(*tokens.shape, len(toy.tok)) * mask[..., None] * 0.1 for _ in range(2)]
     fast, slow = timed(lambda: ntk.kdr(model, full, attention, *delta, kernel="exact"),
                        lambda: loop(model, full, attention, *delta), repeats=3)
     report("exact kernel against a plain loop, toy, 2 rows", vmap=fast, loop=slow, ratio=slow / fast)
 
 
-def against_trl(folder, make, method, toy):
-    """Whole steps of `python train.py` and of a TRL trainer, in turn: the same model, prompts, lengths and threads.
+def our_steps(folder, argv, out):
+    """A run of train.py in this process and in this folder -> its log."""
+    here, stops = os.getcwd(), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in stops]
+    os.chdir(folder)
+    try:  # what both sides print on the way is not the report
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            train.main([*argv, "--out", out])
+        return train.read_log(pathlib.Path(out) / "metrics.jsonl")
+    finally:
+        os.chdir(here)
+        for number, handler in zip(stops, handlers):  # the run took Ctrl-C for itself
+            signal.signal(number, handler)
 
-    make(out, settings, G, model, rows, tok): the trainer. Ours is timed by its own log, TRL from one step's end to
-    the next: data, sampling, scoring, backward and optimizer, without evaluating or saving, on both sides.
+
+def trl_steps(trainer):
+    """Seconds and response tokens of each step of a TRL trainer but the first, which warms up."""
+    ends, seen = [], []
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_end(self, *_, **__):
+            ends.append(time.perf_counter())
+
+    with pytest.MonkeyPatch.context() as patch:
+        keep_results(patch, trainer, "_generate_and_score_completions", seen)
+        trainer.add_callback(Clock())
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer.train()
+    return [b - a for a, b in zip(ends, ends[1:])], [int(out["completion_mask"].sum()) for out in seen[1:]]
+
+
+def against_trl(folder, make, method, toy):
+    """Whole steps of `python train.py` and of a TRL trainer, in turn, on the same model, prompts and lengths.
+
+    make(out, settings, G, model, rows, tok): the trainer. Ours is timed by its own log, TRL from one step's
+    end to the next: data, sampling, scoring, backward and optimizer, without evaluating or saving, for both.
     """
-    path = os.environ.get("M3_REAL_MODEL")
-    if not toy and not path:
+    if not toy and not os.environ.get("M3_REAL_MODEL"):
         pytest.skip("set M3_REAL_MODEL to the folder of a small real model, SmolLM2-135M for one")
-    P, G, N, rounds, steps = (8, 8, 24, 3, 6) if toy else (2, 4, 64, 2, 3)
-    argv = (f"--method {method} --kernel logit --stats-every 0 --kdr-every 0 --device cpu --dtype float32 --lr 1e-6 "
-            f"--steps {steps + 2} --eval-every 999 --save-every 999 --eval-limit 1 --prompts-per-step {P} "
-            f"--group-size {G} --max-new-tokens {N} --model").split()
-    argv.append("toy" if toy else str(pathlib.Path(path).resolve()))
-    if toy:
-        load = lambda: train.load_model(train.toy_model(), torch.float32, "cpu")[:2]
-    else:
-        load = lambda: train.load_model(path, torch.float32, "cpu")[:2]
-    tok = load()[1]
+    path = train.toy_model() if toy else str(pathlib.Path(os.environ["M3_REAL_MODEL"]).resolve())
+    P, G, N = (8, 8, 24) if toy else (2, 4, 64)
+    rounds, steps = (3, 6) if toy else (2, 3)
+    argv = ["--method", method, "--kernel", "logit", "--stats-every", "0", "--kdr-every", "0",
+            "--device", "cpu", "--dtype", "float32", "--lr", "1e-6", "--eval-every", "999",
+            "--save-every", "999", "--eval-limit", "1", "--steps", str(steps + 2), "--prompts-per-step", str(P),
+            "--group-size", str(G), "--max-new-tokens", str(N), "--model", "toy" if toy else path]
+    model, tok, _ = train.load_model(path, torch.float32, "cpu")
     problems = [row if toy else row | {"kind": "gsm8k"} for row in train.toy_rows(4096, 0)]
     order = [i for step in range(1, steps + 2) for i in m3.draw_problems(len(problems), P, 0, step)]
     rows = [problems[i] | {"prompt": m3.prompt_text(tok, problems[i])} for i in order]
@@ -4745,46 +4914,26 @@ def against_trl(folder, make, method, toy):
                     shuffle_dataset=False, use_cpu=True, bf16=False, gradient_checkpointing=False,
                     report_to="none", save_strategy="no", eval_strategy="no", logging_strategy="no",
                     disable_tqdm=True, dataloader_pin_memory=False)
-    ours, theirs, tokens = [], [], ([], [])
+    if toy:  # the cached base model is found from the folder that train.py runs in
+        (folder / "runs").mkdir()
+        (folder / "runs/cache").symlink_to(HERE / "runs/cache")
+    ours, theirs, our_tokens, their_tokens = [], [], [], []
     for i in range(rounds):
-        here, handlers = os.getcwd(), [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
-        if toy:  # the cached base model is found from the folder that train.py runs in
-            (folder / "runs").mkdir(exist_ok=True)
-            (folder / "runs/cache").exists() or (folder / "runs/cache").symlink_to(HERE / "runs/cache")
-        os.chdir(folder)
-        try:  # what both sides print on the way is not the report
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                train.main([*argv, "--out", f"{method}-{toy}-{i}"])
-            log = train.read_log(pathlib.Path(f"{method}-{toy}-{i}/metrics.jsonl"))
-        finally:
-            os.chdir(here)
-            # the run took Ctrl-C for itself
-            for s, handler in zip((signal.SIGINT, signal.SIGTERM), handlers):
-                signal.signal(s, handler)
+        log = our_steps(folder, argv, f"{method}-{toy}-{i}")
         # Step 1 warms up, the last one holds an evaluation.
         ours += [b["seconds"] - a["seconds"] for a, b in zip(log[1:-2], log[2:-1])]
-        tokens[0].extend(line["length"] * P * G for line in log[2:-1])
-
-        trainer, ends = make(folder / "trl", settings, G, load()[0], rows, tok), []
-
-        class Clock(transformers.TrainerCallback):
-            def on_step_end(self, *_, **__):
-                ends.append(time.perf_counter())
-
-        inner, seen = trainer._generate_and_score_completions, []
-        trainer._generate_and_score_completions = lambda inputs: seen.append(out := inner(inputs)) or out
-        trainer.add_callback(Clock())
-        with contextlib.redirect_stdout(io.StringIO()):
-            trainer.train()
-        theirs += [b - a for a, b in zip(ends, ends[1:])]
-        tokens[1].extend(int(out["completion_mask"].sum()) for out in seen[1:])
+        our_tokens += [line["length"] * P * G for line in log[2:-1]]
+        trainer = make(folder / "trl", settings, G, copy.deepcopy(model), rows, tok)
+        seconds, tokens = trl_steps(trainer)
+        theirs += seconds
+        their_tokens += tokens
         shutil.rmtree(folder / f"{method}-{toy}-{i}")  # a checkpoint of a real model is large
-    trl = sys.modules["trl"]
     a, b = (sorted(x)[len(x) // 2] for x in (ours, theirs))
-    m, n = (sum(x) / len(x) for x in tokens)
-    report(f"{method} against TRL's {type(trainer).__name__}, {'toy' if toy else 'real model'}, {P} x {G} x {N}",
+    m, n = (sum(x) / len(x) for x in (our_tokens, their_tokens))
+    name, world = type(trainer).__name__, "toy" if toy else "real model"
+    report(f"{method} against TRL's {name}, {world}, {P} x {G} x {N}",
            steps=len(ours), ours=a, trl=b, ratio=a / b, ours_tokens=m, trl_tokens=n,
-           ratio_per_token=(a / m) / (b / n), trl_version=trl.__version__,
+           ratio_per_token=(a / m) / (b / n), trl_version=sys.modules["trl"].__version__,
            transformers=transformers.__version__)
 
 
@@ -4806,7 +4955,7 @@ def test_benchmark_grpo_against_trl(tmp_path, toy):
 @pytest.mark.benchmark
 @pytest.mark.parametrize("toy", [True, False], ids=["toy", "real"])
 def test_benchmark_distillation_against_trl(tmp_path, toy):
-    """M3-Soft, whose teacher reads the solution too, against plain on-policy distillation, which has no reward."""
+    """M3-Soft, whose teacher reads the solution too, against on-policy distillation without a reward."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     if not hasattr(trl, "DistillationTrainer"):
         pytest.skip("this TRL has no DistillationTrainer")
@@ -4823,7 +4972,7 @@ def test_benchmark_distillation_against_trl(tmp_path, toy):
 
 @pytest.mark.slow
 def test_a_real_model_trains(world):
-    """M3_MODEL=FOLDER pytest -m slow: two steps of a real model on the toy world's questions, adapter and local kernel."""
+    """M3_MODEL=FOLDER pytest -m slow: two steps of a real model on toy questions, by adapter."""
     if not os.environ.get("M3_MODEL"):
         pytest.skip("set M3_MODEL to the folder of a real model, SmolLM2-135M-Instruct for one")
     lines = run(world, "--model", os.environ["M3_MODEL"], "--lora-rank", "8", "--lr", "1e-4",
