@@ -532,6 +532,14 @@ def test_readme_script_agrees_with_the_program(world, rewarded, monkeypatch):
         assert norm == pytest.approx(line["grad_norm"], rel=1e-6)
 
 
+def test_readme_lines_load_a_checkpoint_and_ask_it(world, capsys):
+    blocks = (HERE / "README.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    lines = next(block.split("```")[0] for block in blocks if "from_pretrained(folder)" in block)
+    assert '"runs/NAME/last"' in lines
+    exec(lines.replace("runs/NAME/last", str(world / train.toy_path())), {})
+    assert capsys.readouterr().out.startswith("Ann has 3 pens , gets 4 . How many ? Answer :")
+
+
 # --- the program ---------------------------------------------------------------------------------------------------------------
 
 
@@ -4215,10 +4223,9 @@ def test_a_failing_rank_ends_all(world):
 
 
 def recipe():
-    """The README's recipe for TRL as it is to be run: the diff with its removals left out."""
-    block = (HERE / "README.md").read_text().split("## For those who outgrow this")[1]
-    block = block.split("```diff\n")[1].split("```")[0]
-    return "".join(line[1:] + "\n" for line in block.splitlines() if not line.startswith("-"))
+    """The recipe for TRL, as it is to be pasted."""
+    blocks = (HERE / "assets" / "results.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    return next(block.split("```")[0] for block in blocks if "class M3Trainer" in block)
 
 
 @pytest.fixture(scope="session")
