@@ -80,7 +80,14 @@ def test_distill_residual_is_the_gradient(kind, clip):
     student, teacher = logits64(5, 7, 11).requires_grad_(), logits64(5, 7, 11, seed=1)
     D = m3.divergence(student, teacher, kind, lam=0.3, k=4)
     tau = D.median().item() + 1e-6 if clip else None
-    loss = D.clamp(max=tau) if clip else D
+    loss = D
+    if kind == "rkl-topk":  # its weights q r are held fixed
+        log_S, log_T = student.log_softmax(-1), teacher.log_softmax(-1)
+        top = log_S.topk(4).indices
+        q = log_S.detach().gather(-1, top).softmax(-1)
+        loss = (q * (log_S - log_T).detach().gather(-1, top) * log_S.gather(-1, top)).sum(-1)
+    if clip:
+        loss = torch.where(D < tau, loss, 0.0)
     (gradient,) = torch.autograd.grad(loss.sum(), student)
     residual = m3.distill_residual(student.detach(), teacher, kind, lam=0.3, tau=tau, k=4)
     torch.testing.assert_close(residual, gradient, rtol=1e-10, atol=1e-12)
@@ -172,7 +179,8 @@ def test_gates():
 
 def test_m3_seed_mixes_unit_residuals():
     D, R = torch.tensor([[3.0, -3.0]]), torch.tensor([[0.0, 0.01]])
-    seed = m3.m3_seed(D, R, torch.tensor([0.25]), 1e-12)
+    signals = types.SimpleNamespace(delta_D=D, delta_R=R)
+    seed, _ = m3.m3_seed(signals, m3.Settings(eps=1e-12), torch.tensor([0.25]))
     root = math.sqrt(0.5)
     torch.testing.assert_close(seed, torch.tensor([[0.25 * root, -0.25 * root + 0.75]]))
 
@@ -561,6 +569,14 @@ def test_readme_script_agrees_with_the_program(world, rewarded, monkeypatch):
     for (step, reward, norm), line in zip(shown, log, strict=True):
         assert step == line["step"] and reward == pytest.approx(line["reward"], abs=1e-6)
         assert norm == pytest.approx(line["grad_norm"], rel=1e-6)
+
+
+def test_readme_lines_load_a_checkpoint_and_ask_it(world, capsys):
+    blocks = (HERE / "README.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    lines = next(block.split("```")[0] for block in blocks if "from_pretrained(folder)" in block)
+    assert '"runs/NAME/last"' in lines
+    exec(lines.replace("runs/NAME/last", str(world / train.toy_path())), {})
+    assert capsys.readouterr().out.startswith("Ann has 3 pens , gets 4 . How many ? Answer :")
 
 
 # --- the program --------------------------------------------------------------------------------------------
@@ -4462,10 +4478,9 @@ def test_a_failing_rank_ends_all(world):
 
 
 def recipe():
-    """The README's recipe for TRL as it is to be run: the diff with its removals left out."""
-    block = (HERE / "README.md").read_text().split("## For those who outgrow this")[1]
-    block = block.split("```diff\n")[1].split("```")[0]
-    return "".join(line[1:] + "\n" for line in block.splitlines() if not line.startswith("-"))
+    """The recipe for TRL, as it is to be pasted."""
+    blocks = (HERE / "assets" / "results.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    return next(block.split("```")[0] for block in blocks if "class M3Trainer" in block)
 
 
 @pytest.fixture(scope="session")
@@ -4901,8 +4916,9 @@ def against_trl(folder, make, method, toy):
     rounds, steps = (3, 6) if toy else (2, 3)
     argv = ["--method", method, "--kernel", "logit", "--stats-every", "0", "--kdr-every", "0",
             "--device", "cpu", "--dtype", "float32", "--lr", "1e-6", "--eval-every", "999",
-            "--save-every", "999", "--eval-limit", "1", "--steps", str(steps + 2), "--prompts-per-step", str(P),
-            "--group-size", str(G), "--max-new-tokens", str(N), "--model", "toy" if toy else path]
+            "--save-every", "999", "--eval-limit", "1", "--steps", str(steps + 2),
+            "--prompts-per-step", str(P), "--group-size", str(G), "--max-new-tokens", str(N),
+            "--model", "toy" if toy else path]
     model, tok, _ = train.load_model(path, torch.float32, "cpu")
     problems = [row if toy else row | {"kind": "gsm8k"} for row in train.toy_rows(4096, 0)]
     order = [i for step in range(1, steps + 2) for i in m3.draw_problems(len(problems), P, 0, step)]
