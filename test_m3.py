@@ -74,20 +74,23 @@ def logits64(*shape, seed=0, scale=2.0):
 # --- residuals ----------------------------------------------------------------------------------------------
 
 
+def topk_loss(student, teacher, k=16):
+    """What [VLS App. E, H.2] descend: -sum_v sg(-q_v r_v) log p_S(v) over k likeliest words."""
+    log_S, log_T = student.log_softmax(-1), teacher.log_softmax(-1)
+    top = log_S.detach().topk(k).indices
+    q, r = log_S.detach().gather(-1, top).softmax(-1), (log_S.detach() - log_T).gather(-1, top)
+    return -(-(q * r) * log_S.gather(-1, top)).sum(-1)
+
+
 @pytest.mark.parametrize("kind", ["fkl", "rkl", "jsd", "rkl-topk"])
 @pytest.mark.parametrize("clip", [False, True])
 def test_distill_residual_is_the_gradient(kind, clip):
     student, teacher = logits64(5, 7, 11).requires_grad_(), logits64(5, 7, 11, seed=1)
     D = m3.divergence(student, teacher, kind, lam=0.3, k=4)
     tau = D.median().item() + 1e-6 if clip else None
-    loss = D
-    if kind == "rkl-topk":  # its weights q r are held fixed
-        log_S, log_T = student.log_softmax(-1), teacher.log_softmax(-1)
-        top = log_S.topk(4).indices
-        q = log_S.detach().gather(-1, top).softmax(-1)
-        loss = (q * (log_S - log_T).detach().gather(-1, top) * log_S.gather(-1, top)).sum(-1)
+    loss = topk_loss(student, teacher, 4) if kind == "rkl-topk" else D
     if clip:
-        loss = torch.where(D < tau, loss, 0.0)
+        loss = torch.where(tau > D, loss, 0.0)
     (gradient,) = torch.autograd.grad(loss.sum(), student)
     residual = m3.distill_residual(student.detach(), teacher, kind, lam=0.3, tau=tau, k=4)
     torch.testing.assert_close(residual, gradient, rtol=1e-10, atol=1e-12)
@@ -169,7 +172,11 @@ def test_normalize_keeps_zero_and_caps_the_norm():
 def test_gates():
     K = torch.tensor([-1e-9, 0.0, 2.0])
     assert m3.gate_select(K, 0.15).tolist() == pytest.approx([0.0, 0.15, 0.15])
-    assert True
+    signals = types.SimpleNamespace(weights=torch.ones(3), conflict=(K, K.sign()),
+                                    delta_D=torch.randn(3, 5), delta_R=torch.randn(3, 5))
+    settings = m3.Settings(alpha_max=0.15)
+    assert m3.m3_norm(signals, settings)[1].tolist() == pytest.approx([0.15] * 3)  # whatever the conflict
+    assert m3.m3_select(signals, settings)[1].tolist() == pytest.approx([0.0, 0.15, 0.15])
     cos = torch.tensor([-1.0, 0.0, 1.0])
     assert m3.gate_soft(cos, 0.2, 0.0).tolist() == pytest.approx([0.1] * 3)
     soft = m3.gate_soft(cos, 0.2, 2.0)
@@ -499,13 +506,9 @@ def test_eg_step_equals_a_plain_one_and_peeks_in_the_teachers_direction(gate):
 
 
 def test_rkl_topk_residual_holds_its_weights_fixed():
-    """[VLS App. E, H.2]: descending -sum_v sg(-q_v r_v) log p_S(v). Exactly 0 where both models agree."""
+    """Exactly 0 where both models agree."""
     z_S, z_T = logits64(7, 40, seed=1).requires_grad_(), logits64(7, 40, seed=2)
-    log_S, log_T = z_S.log_softmax(-1), z_T.log_softmax(-1)
-    top = log_S.detach().topk(16).indices
-    q, r = log_S.detach().gather(-1, top).softmax(-1), (log_S.detach() - log_T).gather(-1, top)
-    loss = -(-(q * r) * log_S.gather(-1, top)).sum()
-    want, = torch.autograd.grad(loss, z_S)
+    (want,) = torch.autograd.grad(topk_loss(z_S, z_T).sum(), z_S)
     torch.testing.assert_close(m3.distill_residual(z_S.detach(), z_T, "rkl-topk"), want)
     assert not m3.distill_residual(z_T, z_T, "rkl-topk").any()
 
@@ -527,6 +530,7 @@ def test_a_method_from_outside_is_one_entry(world, rewarded, monkeypatch):
     """A gate that listens to the teacher on conflict alone: not wise, but one function and one line."""
 
     def contrary(s, f):
+        """the teacher on conflict alone"""
         K, _ = s.conflict
         return m3.m3_seed(s, f, f.alpha_max * (K < 0).float())
 
@@ -671,6 +675,8 @@ def test_every_method_trains_and_does_not_depend_on_the_batch_split(
     named = set(train.METRICS) - {"seconds", "tokens_per_second"}
     assert [line["step"] for line in a] == [0, 1, 2] and all(set(line) >= named for line in a)
     assert all(line["grad_norm"] > 0 for line in a[1:])
+    if method == "m3-random":  # each micro-batch draws among its own tokens
+        return
     split = ["--micro-batch", "2", "--vocab-chunk", "5"]
     run(world, "--method", method, "--steps", "2", "--out", f"{method}-b", *split)
     start = train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).state_dict()
@@ -831,12 +837,98 @@ def test_checkpoint_loads_as_an_ordinary_model(world, rewarded):
     ids = tokenizer("Ann has 7 pens , gets 5 . How many ? Answer :", return_tensors="pt")
     longer = model.generate(**ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert longer.shape[1] >= ids["input_ids"].shape[1]
-    written = {"config.json", "metrics.jsonl", "samples.jsonl", "summary.json", "checkpoint-1",
-               "checkpoint-2", "checkpoint-3", "last"}
+    written = {"config.json", "metrics.jsonl", "samples.jsonl", "summary.json", "curves.png", "report.html",
+               "checkpoint-1", "checkpoint-2", "checkpoint-3", "last"}
     assert {p.name for p in (world / "loads").iterdir()} == written
     summary = json.loads((world / "loads" / "summary.json").read_text())
     assert set(summary) == {"method", "seed", "steps", "accuracy_start", "accuracy_end", "reward_first20",
-                            "reward_last20", "kappa_mean", "conflict_mean", "collapsed_at", "seconds"}
+                            "reward_last20", "kappa_mean", "conflict_mean", "conflict_rewarded_mean",
+                            "collapsed_at", "seconds"}
+
+
+def test_report_is_one_page_that_loads_nothing(world, rewarded):
+    out = world / "reported"
+    run(world, "--method", "m3-select", "--out", "reported")
+    page = re.sub(r"base64,[A-Za-z0-9+/=]*", "base64,", (out / "report.html").read_text(encoding="utf-8"))
+    assert "http" not in page and "<script" not in page and "<link" not in page and "url(" not in page
+    assert re.findall(r"src=.{6}", page) == ['src="data:']
+    assert "3 steps" in page and "<td>--method<td>m3-select" in page.replace("\n", "")
+    looked = [line for line in records(out, "samples") if "tokens" in line]
+    assert looked[0]["step"] == 1 and looked[-1]["step"] == 3
+    for line in (looked[0], looked[-1]):
+        assert f"Step {line['step']}: {html.escape(line['prompt'])}" in page
+        assert len(line["tokens"]) == len(line["advantages"]) == 4
+        for text, cos, alpha in line["tokens"][0]:
+            shown = html.escape(text.replace("\n", "\u21b5"))
+            assert f'title="cos {cos:+.3f}, alpha {alpha:.3f}">{shown}</span>' in page
+    before = (out / "samples.jsonl").read_text()
+    (out / "samples.jsonl").write_text(before.replace(looked[0]["prompt"], "is 2 <script>&lt; 'x' & 3?"))
+    train.report(out)
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "<script" not in page and "is 2 &lt;script&gt;&amp;lt; &#x27;x&#x27; &amp; 3?" in page
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_in_a_log_file_is_plain_lines(world, rewarded, capsys):
+    run(world, "--method", "grpo", "--out", "plain-lines")
+    said = capsys.readouterr().out
+    steps = re.findall(r"^step (\d) of 3: reward \d\.\d+, accuracy \d\.\d+, \d+ s$", said, re.M)
+    assert steps == ["1", "2", "3"]
+    terminal = Terminal()
+    with contextlib.redirect_stderr(terminal):
+        run(world, "--method", "grpo", "--out", "on-a-terminal")
+    assert "step 1 of 3" not in capsys.readouterr().out and "3/3" in terminal.getvalue()
+    bar = types.SimpleNamespace(disable=True, set_postfix_str=lambda *args, **kw: None, update=lambda: None)
+    log = [dict(step=0, accuracy=0.5)]
+    for step in range(1, 201):
+        log.append(dict(step=step, accuracy=None, truncated=0, zero_advantage=0, reward=0.25, seconds=1.0))
+        train.show_progress(bar, log, range(1, 201))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 20 and lines[0].startswith("step 10 of 200: reward 0.250, accuracy 0.500")
+
+
+def test_the_gates_share_on_misled_tokens_is_logged(world, rewarded, monkeypatch):
+    """alpha_misled, alpha_honest: mean alpha of tokens with a reward signal, by their hint: wrong or right."""
+    def by_row(s, f):
+        """a share that tells the rows apart"""
+        return m3.m3_seed(s, f, s.row / 100)
+
+    kept, log_line = [], train.log_line
+
+    def keeping(step, flags, rollouts, rewards, batch, *rest):
+        kept.append((rollouts.asked, batch))
+        return log_line(step, flags, rollouts, rewards, batch, *rest)
+
+    monkeypatch.setitem(m3.METHODS, "by-row", m3.Method(by_row, scaled=True))
+    monkeypatch.setattr(train, "log_line", keeping)
+    lines = run(world, "--method", "by-row", "--hint-error", "0.5", "--out", "by-row", "--steps", "2",
+                "--micro-batch", "3")[1:]
+    seen = set()
+    for line, (asked, batch) in zip(lines, kept, strict=True):
+        shares = {"misled": [], "honest": []}
+        for row, problem in enumerate(asked):
+            name = "misled" if "misled" in problem else "honest"
+            if batch.advantages[row] != 0:
+                shares[name] += [row / 100] * int(batch.mask[row].sum())
+        if any("misled" in problem for problem in asked):
+            for name, values in shares.items():
+                want = pytest.approx(sum(values) / len(values)) if values else None
+                assert line[f"alpha_{name}"] == want
+                seen |= {name} if values else set()
+    assert seen == {"misled", "honest"}
+    assert "alpha_misled" not in run(world, "--method", "grpo", "--steps", "1", "--out", "no-hint-error")[1]
+
+
+def test_the_sampled_policy_is_the_scored_one(world, capsys):
+    """Sampling has no filters: with one, log pi of eq 2 would be of another policy."""
+    for argv in (["--top-k", "1"], ["--top-p", "0.9"], ["--min-p", "0.1"]):
+        run(world, *argv, "--out", "filtered", code=2)
+        one_line(capsys, argv[0])
+    assert not (world / "filtered").exists()
 
 
 @pytest.mark.parametrize("argv, word", [
@@ -1000,14 +1092,26 @@ def test_minnorm_against_brute_force(angle):
     assert a == pytest.approx(best, abs=2e-4)
 
 
+def rlsd_advantages(A, logp_T, logp_S, step=1):
+    """The advantage that m3.rlsd gives to each token: two words, the sampled one and another."""
+    z_T, z_S = (torch.stack([logp, torch.log1p(-logp.exp())], -1) for logp in (logp_T, logp_S))
+    signals = types.SimpleNamespace(z_T=z_T, z_S=z_S, advantages=A, tokens=torch.zeros(len(A)).long())
+    seed, alpha = m3.rlsd(signals, m3.Settings(step=step))
+    assert alpha == 0
+    return seed[:, 1] / z_S[:, 1].exp()  # of the other word: A_n p_S
+
+
 def test_rlsd_scales_the_advantage_and_never_turns_it():
     A = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 2.0])
     logp_T = torch.tensor([-0.1, -9.0, -0.1, -9.0, -3.0, -1.0])
     logp_S = torch.tensor([-2.0, -2.0, -2.0, -2.0, -1.0, -1.0])
-    got = m3.rlsd_advantages(A, logp_T, logp_S, lam=0.5)
     # rewarded and the teacher likes it: pushed more; punished and the teacher likes it: punished less
-    assert got.tolist() == pytest.approx([1.1, 0.9, -0.9, -1.1, 0.0, 2.0])
-    assert torch.equal(m3.rlsd_advantages(A, logp_T, logp_S, lam=0.0), A)
+    first = rlsd_advantages(A, logp_T, logp_S)
+    assert first.tolist() == pytest.approx([1.1, 0.9, -0.9, -1.1, 0.0, 2.0])
+    half = rlsd_advantages(A, logp_T, logp_S, step=31)
+    assert half.tolist() == pytest.approx([1.05, 0.95, -0.95, -1.05, 0.0, 2.0])
+    for step in (61, 200):
+        torch.testing.assert_close(rlsd_advantages(A, logp_T, logp_S, step), A)
 
 
 def test_sdpo_siblings_and_residual():
@@ -3283,10 +3387,9 @@ def test_occupancy_of_the_loop_is_plain_autograd(world, rewarded, untried, monke
         z = read(prompts[b // 4], reply)
         with torch.no_grad():
             z_T = read(hinted[tuple(prompts[b // 4])], reply)
-        loss = m3.divergence(z, z_T, "rkl-topk").mean()
         logp = z.log_softmax(-1).gather(-1, torch.tensor(reply)[:, None]).sum()
-        losses.append(loss.item())
-        pull.append(torch.autograd.grad(loss, params, retain_graph=True))
+        losses.append(m3.divergence(z, z_T, "rkl-topk").mean().item())
+        pull.append(torch.autograd.grad(topk_loss(z, z_T).mean(), params, retain_graph=True))
         score.append(torch.autograd.grad(logp, params))
     for k in (0, 1):
         fold, other = [[b for b in range(16) if b % 4 % 2 == x] for x in (k, 1 - k)]
@@ -3525,6 +3628,63 @@ def test_every_report_has_its_test():
     assert lost == []
 
 
+# The forty reports of a second list.
+REPORTS2 = {
+    1: ["test_models_without_keys_and_values_are_refused_at_the_start"],
+    2: ["test_gradient_checkpointing_has_no_dropout_at_all"],
+    3: ["test_context_length", "test_within_the_context_length_the_number_of_tokens_changes_nothing",
+        "test_the_length_filter_counts_the_original_context"],
+    4: ["test_end_ids_are_the_tokenizers"],
+    5: ["test_adapters_say_how_much_of_the_blocks_they_cover"],
+    6: ["test_a_kernel_that_cannot_run_says_so_at_the_start"],
+    7: ["test_local_where_embeddings_are_scaled_in_place",
+        "test_a_model_that_local_would_get_wrong_is_refused"],
+    8: ["test_two_runs_started_at_once_get_a_folder_each"],
+    9: ["test_a_file_system_without_links"],
+    10: ["test_settings_that_cannot_be_saved_are_found_at_the_start",
+         "test_settings_that_transformers_does_not_save"],
+    11: ["test_signals_save_within_a_step", "test_nohup_is_respected"],
+    12: ["test_printing_ends_no_run", "test_files_are_utf8_on_every_system"],
+    13: ["test_the_date_in_a_prompt_is_given", "test_a_run_keeps_its_date"],
+    14: ["test_questions_that_are_messages"],
+    15: ["test_golds_that_are_lists_or_no_text"],
+    16: ["test_equal_questions_stay_in_one_split"],
+    17: ["test_questions_that_are_no_text"],
+    18: ["test_case"],
+    19: ["test_case"],
+    20: ["test_case"],
+    21: ["test_case"],
+    22: ["test_compare_makes_one_table_and_goes_on_where_it_stopped",
+         "test_compare_refuses_what_it_did_not_make"],
+    23: ["test_compare_refuses_what_it_did_not_make", "test_standing_of_a_run"],
+    24: ["test_the_newest_complete_checkpoint_is_taken", "test_a_checkpoint_is_no_run"],
+    25: ["test_a_resume_keeps_its_flags", "test_a_resume_with_flags_that_do_not_fit"],
+    26: ["test_swa_is_the_mean_of_the_last_two_checkpoints", "test_checkpoints_are_ordered_by_number"],
+    27: ["test_a_kernel_that_cannot_run_says_so_at_the_start"],
+    28: ["test_a_comparison_ends_with_its_runs_saved"],
+    29: ["test_a_folder_has_one_run_at_a_time"],
+    30: ["test_the_sampled_policy_is_the_scored_one"],
+    31: ["test_the_start_up_check_ends_a_run_before_its_first_rollouts"],
+    32: ["test_golds_that_are_lists_or_no_text"],
+    33: ["test_few_shot_may_not_take_every_row"],
+    34: ["test_no_test_row_stands_in_train"],
+    35: ["test_case"],
+    36: ["test_weights_that_are_no_numbers_are_refused", "test_mistakes_of_machine_and_number"],
+    37: ["test_disk_full_at_the_first_save"],
+    38: ["test_a_large_file_is_read_once_under_bars"],
+    39: ["test_two_processes_equal_one", "test_kill_at_any_moment_and_resume"],
+    40: "no test: tried by hand in a fresh environment, since pytest runs in the one that it is in"}
+
+
+def test_every_report_of_the_second_list_has_its_test():
+    assert set(REPORTS2) == set(range(1, 41))
+    for names in REPORTS2.values():
+        if isinstance(names, str):
+            assert names.startswith("no test: ")
+        else:
+            assert names and all(callable(globals().get(name)) for name in names), names
+
+
 def test_what_stands_behind_the_end_token_is_not_scored():  # Ha32
     tok = train.toy_tokenizer()
     ids = torch.tensor([tok("#### 8 <eos> #### 9")["input_ids"]])
@@ -3551,8 +3711,9 @@ def test_handed_reductions():
     terms = F.kl_div(S.log_softmax(-1), T.log_softmax(-1), reduction="none", log_target=True)
     assert D.shape == (2, 5)
     assert (m3.token_weights(every, 2) * D).sum().item() == pytest.approx(terms.sum().item() / 10)
-    far = torch.tensor([95.0, -95.0, 95.0])  # Hb20: exp(95) is inf in float32
-    A = m3.rlsd_advantages(torch.tensor([1.0, -1.0, 0.0]), far, torch.zeros(3), lam=0.5)
+    near, far = -0.5, -95.5  # Hb20: exp(95) is inf in float32
+    A, logp_T = torch.tensor([1.0, -1.0, 0.0]), torch.tensor([near, far, near])
+    A = rlsd_advantages(A, logp_T, torch.tensor([far, near, far]))
     assert A.tolist() == pytest.approx([1.1, -1.1, 0.0])
 
 
@@ -3596,10 +3757,11 @@ def test_models_that_return_all_logits():  # Hb05
 
 
 def test_a_word_of_probability_zero_is_never_drawn():
+    model = tiny()
+    model.get_output_embeddings().weight.data.mul_(1e4)  # one word has all the probability, others exactly 0
     for u in (0.0, 1 - 2**-24):  # the ends of what torch.rand can give
-        a = m3.sample(tiny(), PROMPTS, 2, 6, eos_ids=[EOS], pad_id=PAD, uniforms=torch.full((6, 6), u),
-                      top_k=1)
-        b = m3.sample(tiny(), PROMPTS, 2, 6, 0.0, eos_ids=[EOS], pad_id=PAD)
+        a = m3.sample(model, PROMPTS, 2, 6, eos_ids=[EOS], pad_id=PAD, uniforms=torch.full((6, 6), u))
+        b = m3.sample(model, PROMPTS, 2, 6, 0.0, eos_ids=[EOS], pad_id=PAD)
         assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
@@ -3621,8 +3783,9 @@ def test_nothing_but_masked_tokens():  # Hb19
     none = torch.zeros_like(mask)
     h = m3.hidden_states(model.base_model, each(PROMPTS, 3), tokens, PAD)[none]
     z, params = model.get_output_embeddings()(h), list(model.parameters())
-    seed = m3.m3_seed(m3.distill_residual(z, z), m3.reward_residual(z, tokens[none], torch.ones(0)),
-                      torch.ones(0), 0.1)
+    signals = types.SimpleNamespace(delta_D=m3.distill_residual(z, z),
+                                    delta_R=m3.reward_residual(z, tokens[none], torch.ones(0)))
+    seed, _ = m3.m3_seed(signals, m3.Settings(), torch.ones(0))
     into = [torch.zeros_like(p) for p in params]
     m3.accumulate(into, z, params, seed)
     assert z.shape == (0, 23) and all((g == 0).all() for g in into)
@@ -4220,7 +4383,8 @@ for line in sys.stdin:
     pid = os.fork()
     if pid == 0:
         code, log = 1, os.open("forks.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1), os.dup2(log, 2)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
         argv, at = json.loads(line)
         try:
             if at:
@@ -4232,7 +4396,9 @@ for line in sys.stdin:
         except BaseException:
             traceback.print_exc()
         finally:
-            sys.stderr.flush(), os._exit(code)
+            sys.stderr.flush()
+            os._exit(code)
+    print(pid, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
@@ -4240,14 +4406,18 @@ for line in sys.stdin:
 @pytest.fixture(scope="module")
 def fork(world):
     """fork(*flags) runs train.py in a process of its own, forked from one that has torch in memory already.
-    Returns its exit code. at=(folder, signal, events, lines): it signals itself, see FORKS."""
+    Returns its exit code. at=(folder, signal, events, lines): it signals itself, see FORKS. meanwhile(pid) is
+    called while it runs."""
     if not hasattr(os, "fork"):
         pytest.skip("needs os.fork")
     parent = subprocess.Popen([sys.executable, "-c", FORKS, str(HERE)], cwd=world, text=True,
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def start(*argv, at=None):
+    def start(*argv, at=None, meanwhile=None):
         print(json.dumps([[*FAST, *argv], at]), file=parent.stdin, flush=True)
+        pid = int(parent.stdout.readline())
+        if meanwhile:
+            meanwhile(pid)
         return int(parent.stdout.readline())
     yield start
     parent.stdin.close()
@@ -4334,7 +4504,7 @@ def test_a_comparison_ends_with_its_runs_saved(world, fork, number):
     def stop(pid):
         wait_for(out, 3)
         os.kill(pid, number)
-    code = fork(*argv, kill=stop)
+    code = fork(*argv, meanwhile=stop)
     said, limit = (world / "forks.log").read_text(), time.time() + 120
     assert code == (-9 if number == signal.SIGKILL else 128 + number)
     assert "Traceback" not in said and said.count("train.py: error") == (number != signal.SIGKILL)
