@@ -561,7 +561,7 @@ def test_readme_script_agrees_with_the_program(world, rewarded, monkeypatch):
     script = readme_script()
     assert len([line for line in script.splitlines() if line.strip()]) <= 40
     assert not any("train" in line for line in script.splitlines() if "import" in line)
-    rows = [row | {"kind": "toy"} for row in train.toy_rows(4096, 0)]
+    rows = [row | {"kind": "toy"} for row in few_rows(4096, 0)]
     model = str(world / train.toy_path())
     for name, value in dict(MODEL=repr(model), ROWS="rows", STEPS="3").items():
         line = next(line for line in script.splitlines() if line.startswith(f"{name} = "))
@@ -604,12 +604,24 @@ FAST = ["--steps", "3", "--prompts-per-step", "4", "--group-size", "4", "--max-n
         "--kernel", "logit"]
 
 
-def run(world, *argv, code=0, read=True):
-    """train.py in this process, as `python train.py` would run it. Its metrics without the time fields."""
+def few_rows(n, *rest, toy_rows=train.toy_rows, **kw):
+    """The first 256 problems of the toy world: enough for a few steps, and soon made and encoded."""
+    return toy_rows(min(n, 256), *rest, **kw)
+
+
+def run(world, *argv, code=0, read=True, pictures=False):
+    """train.py in this process, as `python train.py` would run it. Its metrics without the time fields.
+
+    To save time it has fewer problems, and draws its curves only if `pictures` says so.
+    """
     here = os.getcwd()
     os.chdir(world)
     try:
-        train.main([*FAST, *argv])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "toy_rows", few_rows)
+            if not pictures and not {"--plot", "--compare", "--compare-teachers"} & set(argv):
+                patch.setattr(train, "plot", lambda folders, file: None)
+            train.main([*FAST, *argv])
         assert code == 0
     except SystemExit as end:
         assert end.code == code, f"exit code {end.code}"
@@ -830,7 +842,7 @@ def test_a_collapsed_run_is_seen_and_may_stop(world, monkeypatch):
 
 
 def test_checkpoint_loads_as_an_ordinary_model(world, rewarded):
-    run(world, "--out", "loads")
+    run(world, "--out", "loads", pictures=True)
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model, tokenizer = (c.from_pretrained(world / "loads" / "last")
                         for c in (AutoModelForCausalLM, AutoTokenizer))
@@ -848,7 +860,7 @@ def test_checkpoint_loads_as_an_ordinary_model(world, rewarded):
 
 def test_report_is_one_page_that_loads_nothing(world, rewarded):
     out = world / "reported"
-    run(world, "--method", "m3-select", "--out", "reported")
+    run(world, "--method", "m3-select", "--out", "reported", pictures=True)
     page = re.sub(r"base64,[A-Za-z0-9+/=]*", "base64,", (out / "report.html").read_text(encoding="utf-8"))
     assert "http" not in page and "<script" not in page and "<link" not in page and "url(" not in page
     assert re.findall(r"src=.{6}", page) == ['src="data:']
@@ -892,7 +904,7 @@ def test_progress_in_a_log_file_is_plain_lines(world, rewarded, capsys):
 
 
 def test_the_gates_share_on_misled_tokens_is_logged(world, rewarded, monkeypatch):
-    """alpha_misled, alpha_honest: mean alpha of tokens with a reward signal, by their hint: wrong or right."""
+    """alpha_misled, alpha_honest: mean alpha of tokens with a reward signal, by their hint."""
     def by_row(s, f):
         """a share that tells the rows apart"""
         return m3.m3_seed(s, f, s.row / 100)
@@ -2462,9 +2474,9 @@ def test_hint_error_is_what_the_teacher_reads(world, rewarded, monkeypatch):
     read, reference_text = [], m3.reference_text
     monkeypatch.setattr(m3, "reference_text", lambda *a: read.append(reference_text(*a)) or read[-1])
     run(world, "--hint-error", "0.5", "--steps", "1", "--out", "misled", read=False)
-    rows = train.toy_rows(4096, 0, hint_error=0.5)
-    assert read[:4096] == [reference_text(row, "solution") for row in rows]
-    assert 0.4 < sum("misled" in row for row in rows) / 4096 < 0.5
+    rows = few_rows(4096, 0, hint_error=0.5)
+    assert read[:len(rows)] == [reference_text(row, "solution") for row in rows]
+    assert 0.4 < sum("misled" in row for row in rows) / len(rows) < 0.5
     run(world, "--hint-error", "0.5", "--dataset", "gsm8k", "--model", "anything", code=2)
 
 
@@ -3375,7 +3387,7 @@ def test_occupancy_of_the_loop_is_plain_autograd(world, rewarded, untried, monke
     prompts, tokens, mask, _ = drawn[1]  # 0 is the evaluation before the first step
     model = train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).eval().double()
     params, tok = list(model.parameters()), train.toy_tokenizer()
-    rows = train.encode_rows(train.toy_rows(4096, 0), tok, 256, 8, [], "solution")
+    rows = train.encode_rows(few_rows(4096, 0), tok, 256, 8, [], "solution")
     hinted = {tuple(row["prompt_ids"]): row["teacher_ids"] for row in rows}
 
     def read(prompt, reply):
@@ -4360,6 +4372,9 @@ import json, os, signal, sys, traceback
 sys.path.insert(0, sys.argv[1])
 import m3, train
 m3.verify = lambda text, gold, kind: len(text) % 2  # see the fixture `rewarded`
+toy_rows = train.toy_rows
+train.toy_rows = lambda n, *rest, **kw: toy_rows(min(n, 256), *rest, **kw)  # see few_rows
+train.plot = lambda folders, file: None
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest itself may run under nohup
 
 def signal_itself(folder, number, events, lines):
@@ -4608,6 +4623,8 @@ import torch, m3
 m3.sample = drawn_without_a_model
 m3.verify = lambda text, gold, kind: len(text) % 2
 import train
+{inspect.getsource(few_rows)}
+train.toy_rows = few_rows
 train.try_out = lambda *args: None
 train.main()"""
     done = torchrun(world, *argv, "--out", f"two-{method}", code=code)
