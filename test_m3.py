@@ -760,11 +760,51 @@ def test_checkpoint_loads_as_an_ordinary_model(world, rewarded):
     model, tokenizer = (c.from_pretrained(world / "loads" / "last") for c in (AutoModelForCausalLM, AutoTokenizer))
     ids = tokenizer("Ann has 7 pens , gets 5 . How many ? Answer :", return_tensors="pt")
     assert model.generate(**ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] >= ids["input_ids"].shape[1]
-    assert {p.name for p in (world / "loads").iterdir()} == {"config.json", "metrics.jsonl", "samples.jsonl", "summary.json",
-                                                            "checkpoint-1", "checkpoint-2", "checkpoint-3", "last"}
+    assert {p.name for p in (world / "loads").iterdir()} == {
+        "config.json", "metrics.jsonl", "samples.jsonl", "summary.json", "curves.png", "report.html",
+        "checkpoint-1", "checkpoint-2", "checkpoint-3", "last"}
     summary = json.loads((world / "loads" / "summary.json").read_text())
-    assert set(summary) == {"method", "seed", "steps", "accuracy_start", "accuracy_end", "reward_first20", "reward_last20",
-                            "kappa_mean", "conflict_mean", "collapsed_at", "seconds"}
+    assert set(summary) == {
+        "method", "seed", "steps", "accuracy_start", "accuracy_end", "reward_first20", "reward_last20",
+        "kappa_mean", "conflict_mean", "conflict_rewarded_mean", "collapsed_at", "seconds"}
+
+
+def test_what_is_printed_fits_80_columns_and_names_the_report(world, rewarded, capsys):
+    run(world, "--out", "narrow")
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80 and "narrow/report.html" in said
+    assert "step 2 of 3: reward" in said  # standard error is no terminal here: lines in place of a bar
+    page = (world / "narrow" / "report.html").read_text()
+    assert "<h3>Step 1:" in page and 'class="reply"' in page and "--group-size<td>4" in page
+
+
+def test_plot_takes_the_newest_run(world, rewarded, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        train.main(["--plot"])
+    one_line(capsys, "no run in runs/")
+    run(world, "--out", "plotted")
+    for name, age in (("old", 100), ("new", 50)):
+        shutil.copytree(world / "plotted", f"runs/{name}", symlinks=True)
+        os.unlink(f"runs/{name}/curves.png")
+        os.utime(f"runs/{name}", (time.time() - age,) * 2)
+    train.main(["--plot"])
+    assert os.path.exists("runs/new/curves.png") and not os.path.exists("runs/old/curves.png")
+
+
+def test_a_picture_has_six_lines_a_panel_at_most(tmp_path):
+    from matplotlib.image import imread
+    for number in range(8):
+        (tmp_path / str(number)).mkdir()
+        config = {"method": f"m{number}", "teacher": "privileged"}
+        (tmp_path / str(number) / "config.json").write_text(json.dumps(config))
+        line = dict.fromkeys(train.METRICS) | {"step": 1, "reward": 0.5, "kappa": 2.0}
+        (tmp_path / str(number) / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    heights = []
+    for count in (1, 6, 8):
+        train.plot([tmp_path / str(number) for number in range(count)], tmp_path / "p.png")
+        heights.append(imread(tmp_path / "p.png").shape[0])
+    assert heights[0] == heights[1] == heights[2] / 2  # eight lines: two blocks of four panels
 
 
 @pytest.mark.parametrize("argv, word", [
@@ -3875,7 +3915,6 @@ def test_checkpoints_are_ordered_by_number(world, saved):  # He04: as text, 1000
     (saved / "last").unlink()
     (saved / "metrics.jsonl").write_text("{}\n" * 1001)
     assert train.newest_checkpoint(saved).name == "checkpoint-1000"
-    assert [f.name for f in train.swa_folders(saved, [3, 900, 1000])] == ["checkpoint-900", "checkpoint-1000"]
 
 
 def test_a_folder_that_stands_in_the_way_is_kept(world, saved):
@@ -3957,6 +3996,7 @@ for line in sys.stdin:
             traceback.print_exc()
         finally:
             sys.stderr.flush(), os._exit(code)
+    print(pid, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
@@ -3964,14 +4004,18 @@ for line in sys.stdin:
 @pytest.fixture(scope="module")
 def fork(world):
     """fork(*flags) runs train.py in a process of its own, forked from one that has torch in memory already.
-    Returns its exit code. at=(folder, signal, events, lines): it signals itself, see FORKS."""
+    Returns its exit code. at=(folder, signal, events, lines): it signals itself, see FORKS. kill(pid): called
+    meanwhile."""
     if not hasattr(os, "fork"):
         pytest.skip("needs os.fork")
     parent = subprocess.Popen([sys.executable, "-c", FORKS, str(HERE)], cwd=world, text=True,
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def start(*argv, at=None):
+    def start(*argv, at=None, kill=None):
         print(json.dumps([[*FAST, *argv], at]), file=parent.stdin, flush=True)
+        pid = int(parent.stdout.readline())
+        if kill:
+            kill(pid)
         return int(parent.stdout.readline())
     yield start
     parent.stdin.close()

@@ -74,9 +74,6 @@ MAY_CHANGE = [*NEUTRAL, "steps", "lr", "weight_decay", "clip", "eval_every", "st
 NOT_A_RUN = ["plot", "compare", "seeds", "preset", "resume", "probe"]  # of the program, not of one run
 FIELDS = ["prompt", "answer", "solution"]
 
-class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults behind every flag, line breaks of the list of methods kept."""
-
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         fail(message.replace("argument ", "") + " (see --help)")
@@ -96,7 +93,8 @@ def parse_flags(argv=None):
     """Every knob, by stage. A resumed run starts from the flags it was saved with."""
     docs = {name: str((method.seed or method.mix).__doc__) for name, method in m3.METHODS.items()}
     listed = "\n".join(f"  {name:<12}{text.splitlines()[0]}" for name, text in docs.items())
-    parser = Parser(usage="python train.py [FLAG ...]", formatter_class=Help, allow_abbrev=False,
+    parser = Parser(usage="python train.py [FLAG ...]", allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter,
                     description="Train a small language model by hybrid reward and on-policy distillation.",
                     epilog=f"methods:\n{listed}")
     some, count, unit, positive = number(int, 1), number(int, 0), number(float, 0, 1), number(float, 1e-12)
@@ -105,10 +103,11 @@ def parse_flags(argv=None):
     def flag(name, default, text, kind=str):
         more = {"type": kind, "metavar": "X"}
         if isinstance(kind, list):
-            more = {"choices": kind}
+            more = {"choices": kind, "metavar": "X" if len(kind) > 4 else None}
         if isinstance(default, bool):
             more = {"action": argparse.BooleanOptionalAction}
-        group.add_argument(name, default=default, help=text, **more)
+        known = "" if default in ("", None) else f" [{default}]"
+        group.add_argument(name, default=default, help=text + known, **more)
 
     group = parser.add_argument_group("what to train")
     flag("--method", "m3-soft", "how the two signals are combined, see below", list(docs))
@@ -121,7 +120,7 @@ def parse_flags(argv=None):
     for name in FIELDS:
         flag(f"--{name}-field", "", f"column of a local file that holds the {name}")
     flag("--eval-split", "validation", "which rows are evaluated", ["validation", "test"])
-    flag("--preset", "", "a named set of flags, see PRESETS in this file", ["", *PRESETS])
+    flag("--preset", "", f"a named set of flags: {', '.join(PRESETS)}", ["", *PRESETS])
     flag("--steps", 100, "optimizer steps", some)
     group = parser.add_argument_group("rollouts (never with a checkpoint's own sampling settings)")
     flag("--prompts-per-step", 8, "P: distinct prompts a step", some)
@@ -722,8 +721,7 @@ def try_rollouts(model, prompts, share):
     uniforms = torch.rand(4, 5, generator=torch.Generator().manual_seed(0))
     with m3.packed(model):
         tokens, mask, sampled = m3.sample(model, prompts, 2, 5, eos_ids=ends, pad_id=0, uniforms=uniforms)
-    rows = [prompts[0], prompts[0], prompts[1], prompts[1]]
-    plain = []
+    rows, plain = [prompts[0], prompts[0], prompts[1], prompts[1]], []
     for prompt, reply, real in zip(rows, tokens, mask):
         ids = torch.cat([torch.tensor(prompt, device=reply.device), reply[real]])
         plain.append(model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1:-1])
@@ -1356,11 +1354,6 @@ def end(run, world, out, flags, log, saved):
         report(out)
     return summary
 
-def swa_folders(out, saved):
-    """The last two checkpoints that this run wrote, at the steps `saved`: none abandoned by going back."""
-    folders = [out / f"checkpoint-{step}" for step in saved]
-    return [folder for folder in folders if complete(folder)][-2:]
-
 def finish(run, world, out, flags, log, saved):
     """What is measured once: how a distillation stalled [VLS], and the mean of two checkpoints."""
     extra, base, other, prompts = {}, world.base, world.other, [row["prompt_ids"] for row in world.held_out]
@@ -1379,7 +1372,9 @@ def finish(run, world, out, flags, log, saved):
                 moved = ntk.stall(base, other, prompts, losses)  # how far RL moved the self-RL teacher
                 extra |= {"d_par_teacher": moved["d_par"], "cka_min_teacher": moved["cka_min"]}
     if flags.swa:  # of merged weights: with LoRA, the mean of A times the mean of B would be another model
-        both = [load_checkpoint(folder) for folder in swa_folders(out, saved)]
+        folders = [out / f"checkpoint-{step}" for step in saved]  # this run's: none abandoned by going back
+        whole = [folder for folder in folders if complete(folder)]
+        both = [load_checkpoint(folder) for folder in whole[-2:]]
         for same in zip(*(model.parameters() for model in both)):
             same[0].data = torch.stack(same).detach().mean(0)
         extra["accuracy_swa"], _ = evaluate(both[0], world, flags)
@@ -1416,7 +1411,7 @@ beside it         summary.json, curves.png, metrics.jsonl, samples.jsonl, and
 PAGE = """<!DOCTYPE html><meta charset="utf-8"><title>M3 run</title>
 <style>body{font:15px/1.5 sans-serif;max-width:1100px;margin:2em auto;padding:0 1em} img{width:100%}
 .reply{font:14px/2.1 monospace} .reply span{padding:3px 5px} td{padding:0 1em 0 0}</style>"""
-COLOURS = """<h2>Where teacher and reward agree (blue) and fight (red)</h2>
+COLOURS = """<h2>Where teacher and reward agree (blue) and where they conflict (red)</h2>
 <p>Colour: cos &phi;<sub>n</sub> of each sampled token; grey where there is no reward signal. Point at a token
 for its numbers; &alpha;<sub>n</sub> is the teacher's share.</p>"""
 
