@@ -792,6 +792,15 @@ def test_plot_takes_the_newest_run(world, rewarded, capsys, monkeypatch, tmp_pat
     assert os.path.exists("runs/new/curves.png") and not os.path.exists("runs/old/curves.png")
 
 
+def test_a_run_needs_no_matplotlib(world, rewarded, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run(world, "--out", "no-picture", "--steps", "1")
+    page = (world / "no-picture" / "report.html").read_text()
+    assert 'class="reply"' in page and "<img" not in page
+    run(world, "--plot", "no-picture", code=2)
+    one_line(capsys, "pip install matplotlib")
+
+
 def test_a_picture_has_six_lines_a_panel_at_most(tmp_path):
     from matplotlib.image import imread
     for number in range(8):

@@ -266,7 +266,7 @@ def or_fail(message, kinds=Exception, code=2):
     except kinds as error:
         fail(f"{message} ({type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]})", code)
 
-# --- The toy world: word problems that a 0.9M model learns in a minute, and one bad habit to cure -
+# --- The toy world: word problems for a model of 0.9M parameters, and one bad habit to cure -------
 
 TOY_NAMES = ["Ann", "Bob", "Cem", "Dua", "Eli", "Fay", "Gus", "Hana", "Ivo", "Jun"]
 TOY_THINGS = ["pens", "cups", "figs", "nuts", "keys", "eggs", "hats", "coins"]
@@ -940,7 +940,7 @@ def save_checkpoint(out, step, run, tokenizer, s_bar, saved):
             link.write_text(folder.name + "\n", "utf-8")
         link.replace(out / "last")  # rename over the old one: there is always a `last`
 
-# --- Several processes: prompts are split by rank, gradients summed; what is logged is of the whole
+# --- Several processes: prompts are split by rank, gradients summed; the log is of the whole batch
 
 def gather(value):
     """[value of rank 0, of rank 1, ...], the same list on every rank; and where they wait for each other."""
@@ -1265,7 +1265,8 @@ def train(flags):
               "checkpointing": flags.gradient_checkpointing}
     broken = 0
     left = steps_left(flags, log)
-    bar = tqdm(initial=len(log) - 1, total=flags.steps, ncols=78, disable=None)  # None: no bar in a log file
+    quiet = True if RANK else None  # None: no bar in a log file
+    bar = tqdm(initial=len(log) - 1, total=flags.steps, ncols=78, disable=quiet)
     for step in left:
         tick = time.time()
 
@@ -1350,7 +1351,8 @@ def end(run, world, out, flags, log, saved):
     extra = finish(run, world, out, flags, log, saved)
     summary = summarize(out, flags, log, len(world.held_out), extra)
     if RANK == 0:
-        plot([out], out / "curves.png")
+        with contextlib.suppress(ModuleNotFoundError):  # no matplotlib, no picture
+            plot([out], out / "curves.png")
         report(out)
     return summary
 
@@ -1419,11 +1421,13 @@ def report(out):
     """OUT/report.html: a run as one page that loads nothing: curves, replies token by token, settings."""
     config, summary = read_json(out / "config.json"), read_json(out / "summary.json")
     looked = [line for line in read_log(out / "samples.jsonl") if "tokens" in line]
-    picture = base64.b64encode((out / "curves.png").read_bytes()).decode()
     before, after = summary["accuracy_start"], summary["accuracy_end"]
     page = [PAGE, f"<h1>{html.escape(config['method'])}, {summary['steps']} steps</h1>",
-            f"<p>Greedy accuracy {before:.3f} before, {after:.3f} after.</p>",
-            f'<img alt="curves" src="data:image/png;base64,{picture}">', COLOURS]
+            f"<p>Greedy accuracy {before:.3f} before, {after:.3f} after.</p>"]
+    if (out / "curves.png").exists():
+        picture = base64.b64encode((out / "curves.png").read_bytes()).decode()
+        page.append(f'<img alt="curves" src="data:image/png;base64,{picture}">')
+    page.append(COLOURS)
     for i in sorted({0, len(looked) // 2, len(looked) - 1}) if looked else ():
         line = looked[i]
         title = html.escape(f"Step {line['step']}: {line['prompt']} (right: {line['answer']})")
@@ -1473,8 +1477,7 @@ def read_runs(folders):
 def plot(folders, file):
     """Four panels from logs alone, a line per method or teacher: mean and range over seeds. Of more than six
     lines, each half or third gets four panels of its own."""
-    with or_fail("--plot and --compare draw with matplotlib: pip install matplotlib"):
-        from matplotlib.figure import Figure
+    from matplotlib.figure import Figure
     logs, teachers = read_runs(folders)
     panels, blocks = TEACHER_PANELS if teachers else PANELS, math.ceil(len(logs) / 6)
     lines = math.ceil(len(logs) / blocks)  # in each block of panels
@@ -1666,6 +1669,8 @@ def main(argv=None):
         except torch.OutOfMemoryError:
             fail("out of memory: lower --micro-batch, --vocab-chunk or --max-new-tokens,"
                  " or add --gradient-checkpointing", code=1)
+        except ModuleNotFoundError as error:
+            fail(f"a package is missing: pip install {error.name.split('.')[0]}")
         except OSError as error:
             fail(f"the disk failed ({error}); once that is mended, {how_to_go_on(flags.out)}", code=1)
         except KeyboardInterrupt:  # from the first step on, Ctrl-C is train()'s: it saves
