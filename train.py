@@ -3,21 +3,19 @@
     python train.py                 # toy world: no download, CPU or GPU, a few minutes
     python train.py --help          # every knob, by stage
 
-Top to bottom, this file is the run: flags, the toy world, saving, and one long loop
+Top to bottom, this file is the run: flags, data, models, and one loop
 
     sample -> reward -> score -> conflict -> seed -> backward -> step -> log
 
-whose mathematics lives in m3.py and whose statistics live in ntk.py. Departures from the textbook, and why:
-  1. Every random draw is a function of (seed, step). A resumed run needs no saved generator, and evaluating, logging
-     or splitting the batch cannot shift what is sampled next.
-  2. The head is run on chunks of response tokens, outside the graph of the transformer. Each seed goes back through
-     the chunk's logits into the hidden states: no [B, N, V] (but for --kernel exact, hutchinson); one backward does the rest.
-  3. AdamW, although the papers write plain steps. It is free of the gradient's scale, so s_bar matters only through
-     the clip and the moments' memory.
+whose mathematics is in m3.py and whose statistics are in ntk.py. Departures from the textbook, and why:
+  1. Every random draw is a function of (seed, step). A resumed run needs no saved generator, and evaluating,
+     logging or splitting the batch cannot shift what is sampled next.
+  2. AdamW, although the papers write plain steps. It is free of the gradient's scale, so s_bar matters only
+     through the clip and the moments' memory.
 """
 
-import argparse, ast, base64, contextlib, copy, csv, datetime, decimal, functools, hashlib, html
-import inspect, io, itertools, json, math, os, pathlib, random, re, shutil, signal, subprocess, sys, tempfile, textwrap
+import argparse, ast, base64, contextlib, copy, csv, datetime, decimal, functools, hashlib, html, inspect, io
+import itertools, json, math, os, pathlib, random, re, shutil, signal, subprocess, sys, tempfile, textwrap
 import threading, time, zlib
 from typing import Callable, NamedTuple, Sequence
 
@@ -32,168 +30,152 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import m3, ntk
 
-METRICS = ["step", "reward", "accuracy", "loss_R", "loss_D", "grad_norm", "kappa", "phi", "conflict", "conflict_deadband",
-           "conflict_rewarded", "alpha_eff", "zero_advantage", "clipped", "entropy", "length", "truncated", "mu", "lr",
-           "tokens_per_second", "seconds", "collapsed"]
-
-FIELDS = ["prompt", "answer", "solution"]
-TOY_TEACHERS, CACHE = ["self-rl", "larger"], pathlib.Path("runs/cache")  # of what the toy world makes
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+TOY_TEACHERS = ["self-rl", "larger"]
 
-# Named sets of flags, read before the command line's own: those win.
-PAPER = ("--method m3-soft --lora-rank 64 --lr 5e-5 --group-size 8 --steps 500 --alpha-max 0.05 "  # [M3]: alpha 128 = 2r, Table 10
-         "--stats-every 10 --kdr-every 10 --eval-every 50 --save-every 50 ")  # what only the log needs, rarely
-MISLED = "--alpha-max 0.5 --beta 10 --kernel logit --stats-every 20 --kdr-every 5 --eval-every 1000 --save-every 1000"
+# --- Flags ----------------------------------------------------------------------------------------
+
+# Named sets of flags, read before the command line's own: those win. First, the tables of the README.
+TWELVE = "--compare grpo opd hybrid gradnorm pcgrad minnorm rlsd sdpo m3-norm m3-select m3-soft m3-eg "
+EIGHT = "--compare grpo opd hybrid m3-norm m3-random m3-select m3-soft m3-eg --seeds 5 --alpha-max 0.5 "
+RARE = "--kernel logit --stats-every 20 --kdr-every 5 "
+MISLED = EIGHT + RARE + "--beta 10 --eval-every 1000 --save-every 1000 "
+CALM = "--steps 60 --lr 1e-4 --stats-every 5 --kdr-every 5 --eval-every 10 "
+# Real models: [M3]'s settings, alpha 128 = 2r [Table 10]; what only the log needs, rarely.
+PAPER = ("--dataset gsm8k --method m3-soft --lora-rank 64 --lr 5e-5 --steps 500 --alpha-max 0.05 "
+         "--stats-every 10 --kdr-every 10 --eval-every 50 --max-new-tokens 512 --vocab-chunk 1024 ")
 PRESETS = {
-    "table-calm": "--compare grpo opd hybrid gradnorm pcgrad minnorm rlsd sdpo m3-norm m3-select m3-soft m3-eg "
-                  "--steps 60 --lr 1e-4 --stats-every 5 --kdr-every 5 --eval-every 10",
-    # Ten times the learning rate: the policy can run off the format of the answers, and what anchors it decides.
-    "table-stress": "--compare grpo opd hybrid gradnorm pcgrad minnorm rlsd sdpo m3-norm m3-select m3-soft m3-eg "
-                    "--steps 240 --lr 1e-3 --kernel logit --stats-every 20 --kdr-every 5 --eval-every 80",
-    # The teacher's loss a thousandth of itself: kappa in the thousands, which a normalised residual does not notice.
-    "table-high-kappa": "--compare grpo hybrid gradnorm m3-select m3-soft --steps 60 --lr 1e-4 --distill-scale 1e-3 "
-                        "--eps 1e-4 --stats-every 5 --kdr-every 5 --eval-every 10",
-    # A teacher that errs: its hint is wrong on a share of the problems. Two cells of the map of --hint-error and --lr.
-    "table-misled": "--compare grpo opd hybrid m3-norm m3-random m3-select m3-soft m3-eg --seeds 5 --hint-error 0.8 "
-                    "--lr 3e-4 --steps 100 " + MISLED,
-    "table-misled-fast": "--compare grpo opd hybrid m3-norm m3-random m3-select m3-soft m3-eg --seeds 5 --hint-error 0.5 "
-                         "--lr 1e-3 --steps 160 " + MISLED,
-    "map-misled": "--compare grpo opd hybrid m3-norm m3-select m3-soft m3-eg " + MISLED,  # + --hint-error --lr --steps
-    # Pure distillation from three kinds of teacher: where does the loss stop falling, and does its gradient say so? As
-    # [VLS E.2], but for 32 x 2 responses (theirs: 64 x 1), since the occupancy's folds need two of each prompt.
-    "table-teachers": "--compare-teachers --divergence rkl-topk --steps 150 --eval-every 10 --kdr-every 0 --weight-decay 0.01 "
-                      "--prompts-per-step 32 --group-size 2 --reduction token --occupancy-every 10",
-    # Real models. Memory is an estimate by arithmetic (weights, adapter with moments and gradients, activations of one
-    # micro-batch, one chunk of logits), not a measurement.
-    "cpu-smollm2-svamp": "--model HuggingFaceTB/SmolLM2-135M-Instruct --dataset svamp --method m3-soft "  # 2 cores, 6 GB measured
-                         "--few-shot 2 --lora-rank 16 --lr 5e-4 --steps 30 --prompts-per-step 2 --group-size 4 --kernel logit "
-                         "--max-new-tokens 40 --eval-limit 40 --eval-every 15 --stats-every 10 --vocab-chunk 256",
-    "qwen3-0.6b-gsm8k": PAPER + "--model Qwen/Qwen3-0.6B --dataset gsm8k "  # ~14 GB
-                        "--max-new-tokens 512 --micro-batch 16 --vocab-chunk 1024",
-    "qwen3-1.7b-gsm8k": PAPER + "--model Qwen/Qwen3-1.7B --dataset gsm8k "  # the paper's main model; ~22 GB
-                        "--max-new-tokens 512 --micro-batch 8 --vocab-chunk 1024",
-    "llama-3.2-1b-svamp": PAPER + "--model meta-llama/Llama-3.2-1B-Instruct --dataset svamp "  # short problems; ~14 GB
-                          "--max-new-tokens 256 --micro-batch 16 --vocab-chunk 1024",
-    "qwen2.5-1.5b-arc": PAPER + "--model Qwen/Qwen2.5-1.5B-Instruct --dataset arc "  # four options; ~18 GB
-                        "--max-new-tokens 256 --micro-batch 16 --vocab-chunk 1024",
-}
+    "table-calm": TWELVE + CALM,
+    # Ten times the learning rate: the policy can forget how an answer is to be written.
+    "table-stress": TWELVE + RARE + "--steps 240 --lr 1e-3 --eval-every 80",
+    # The teacher's loss a thousandth of itself: kappa in the thousands; normalised residuals do not notice.
+    "table-high-kappa": CALM + "--distill-scale 1e-3 --eps 1e-4 --compare grpo hybrid gradnorm m3-select "
+                              "m3-soft",
+    # The teacher's hint is wrong on a share of the problems.
+    "table-misled": MISLED + "--hint-error 0.8 --lr 3e-4 --steps 100",
+    "table-misled-fast": MISLED + "--hint-error 0.5 --lr 1e-3 --steps 160",
+    # Three kinds of teacher [VLS E.2], there with 64 x 1 responses; the occupancy needs two of each prompt.
+    "table-teachers": "--compare-teachers --divergence rkl-topk --steps 150 --eval-every 10 --kdr-every 0 "
+                      "--weight-decay 0.01 --prompts-per-step 32 --group-size 2 --reduction token "
+                      "--occupancy-every 10",
+    "cpu-smollm2-svamp": "--model HuggingFaceTB/SmolLM2-135M-Instruct --dataset svamp --few-shot 2 --lr 5e-4 "
+                         "--lora-rank 16 --steps 30 --prompts-per-step 2 --group-size 4 --kernel logit "
+                         "--eval-limit 40 --eval-every 15 --stats-every 10 --max-new-tokens 40 "
+                         "--vocab-chunk 256",  # two cores, 6 GB measured
+    "qwen3-0.6b-gsm8k": PAPER + "--model Qwen/Qwen3-0.6B --micro-batch 16",  # ~14 GB, by arithmetic
+    "qwen3-1.7b-gsm8k": PAPER + "--model Qwen/Qwen3-1.7B --micro-batch 8"}  # the paper's main model; ~22 GB
 
-# A saved run is what its config.json says. What may change on the way decides how far, how fast and where it
-# goes on, and how often it is looked at; anything else would make a log that no one set of flags describes.
+# What may change on the way decides how far, how fast and where a run goes on, and how often it is looked at;
+# anything else would make a log that no one set of flags describes.
 NEUTRAL = ["out", "threads", "device", "micro_batch", "vocab_chunk", "gradient_checkpointing",
            "save_every", "date"]  # these do not even change a result
 MAY_CHANGE = [*NEUTRAL, "steps", "lr", "weight_decay", "clip", "eval_every", "stats_every", "kdr_every",
               "occupancy_every", "stop_on_collapse", "swa"]
 NOT_A_RUN = ["plot", "compare", "seeds", "preset", "resume", "probe"]  # of the program, not of one run
-
-class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults behind every flag, line breaks of the list of methods kept."""
+FIELDS = ["prompt", "answer", "solution"]
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         fail(message.replace("argument ", "") + " (see --help)")
 
-def number(kind, words, rule):
-    """How argparse reads a number that obeys `rule`; `words` say which those are."""
+def number(kind, least=-math.inf, most=math.inf, why=""):
+    """How argparse reads a finite number of this range."""
     def read(text):
         with contextlib.suppress(ValueError, OverflowError):
             value = kind(text)
-            if math.isfinite(value) and rule(value):
+            if math.isfinite(value) and least <= value <= most:
                 return value
-        raise argparse.ArgumentTypeError(f"{text} is out of range: it must be {words}")
+        what = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"{text} is not a {what} from {least} to {most}{why}")
     return read
 
 def parse_flags(argv=None):
     """Every knob, by stage. A resumed run starts from the flags it was saved with."""
-    methods = {name: (method.seed or method.mix).__doc__ or "" for name, method in m3.METHODS.items()}
-    listed = "\n".join(f"  {name:<12}{text.splitlines()[0]}" for name, text in methods.items())
-    parser = Parser(usage="python train.py [FLAG ...]", formatter_class=Help, allow_abbrev=False,
+    docs = {name: str((method.seed or method.mix).__doc__) for name, method in m3.METHODS.items()}
+    listed = "\n".join(f"  {name:<12}{text.splitlines()[0]}" for name, text in docs.items())
+    parser = Parser(usage="python train.py [FLAG ...]", allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter,
                     description="Train a small language model by hybrid reward and on-policy distillation.",
                     epilog=f"methods:\n{listed}")
-    switch = {"action": argparse.BooleanOptionalAction, "default": False}
-    at_least_1 = number(int, "a whole number, at least 1", lambda value: value >= 1)
-    not_negative = number(int, "a whole number, at least 0", lambda value: value >= 0)
-    any_number = number(float, "a number", lambda value: True)
-    above_0 = number(float, "above 0", lambda value: value > 0)
-    unit = number(float, "in [0, 1]", lambda value: 0 <= value <= 1)
+    some, count, unit, positive = number(int, 1), number(int, 0), number(float, 0, 1), number(float, 1e-12)
+    lam = number(float, .01, .99, ": beyond, the jsd, at most the entropy of (lam, 1 - lam), is under 0.056")
 
-    def flag(stage, name, default, text, kind=str, **more):
-        if "choices" not in more:
-            more["metavar"] = "X"
-        stage.add_argument(name, default=default, help=text, type=kind, **more)
+    def flag(name, default, text, kind=str):
+        more = {"type": kind, "metavar": "X"}
+        if isinstance(kind, list):
+            more = {"choices": kind, "metavar": "X" if len(kind) > 4 else None}
+        if isinstance(default, bool):
+            more = {"action": argparse.BooleanOptionalAction}
+        known = "" if default in ("", None) else f" [{default}]"
+        group.add_argument(name, default=default, help=text + known, **more)
 
-    g = parser.add_argument_group("what to train")
-    flag(g, "--method", "m3-soft", "how the two signals are combined, see below", choices=list(methods))
-    flag(g, "--model", "toy", "toy, or a causal language model: a folder or a hub id")
-    flag(g, "--dataset", "toy", "toy, gsm8k, svamp, arc, math, a json, jsonl, csv, parquet file or folder")
-    flag(g, "--teacher", "privileged", "the frozen initial model, shown the gold solution; or a folder or hub"
-         " id; or in the toy world self-rl (the base model after GRPO) or larger (4 x, another style)")
-    flag(g, "--lora-rank", 0, "rank of adapters on linear layers, alpha is twice it; 0: none", not_negative)
-    flag(g, "--few-shot", 0, "worked examples in front of every problem, for base models", not_negative)
+    group = parser.add_argument_group("what to train")
+    flag("--method", "m3-soft", "how the two signals are combined, see below", list(docs))
+    flag("--model", "toy", "toy, or a causal language model: a folder or a hub id")
+    flag("--dataset", "toy", f"toy, {', '.join(HUB)}, a json, jsonl, csv, parquet file or folder")
+    flag("--teacher", "privileged", "the initial model, shown the gold solution; or a folder or hub id; in"
+         " the toy world also self-rl (the base model after GRPO), larger (4 x, another style)")
+    flag("--lora-rank", 0, "rank of adapters on linear layers, alpha is twice it; 0: none", count)
+    flag("--few-shot", 0, "worked examples in front of every problem, for base models", count)
     for name in FIELDS:
-        flag(g, f"--{name}-field", "", f"column of a local file that holds the {name}")
-    flag(g, "--eval-split", "validation", "which rows are evaluated", choices=["validation", "test"])
-    flag(g, "--preset", "", "a named set of flags, see PRESETS in this file", choices=["", *PRESETS])
-    flag(g, "--steps", 100, "optimizer steps", at_least_1)
-    g = parser.add_argument_group("rollouts (never with a checkpoint's own sampling settings)")
-    flag(g, "--prompts-per-step", 8, "P: distinct prompts a step", at_least_1)
-    flag(g, "--group-size", 8, "G: responses per prompt; one alone has no spread",
-         number(int, "a whole number, at least 2", lambda value: value >= 2))
-    flag(g, "--max-new-tokens", 24, "longest response", at_least_1)
-    flag(g, "--temperature", 1.0, "of sampling and of scoring alike", above_0)
-    g = parser.add_argument_group("signals")
-    flag(g, "--std", "unbiased", "divides the advantages", choices=["unbiased", "population", "none"])
-    flag(g, "--divergence", "jsd", "of eq 1; M3 takes fkl", choices=["jsd", "fkl", "rkl", "rkl-topk"])
-    flag(g, "--lam", 0.5, "lambda of the jsd", number(
-        float, "in [0.01, 0.99]: the jsd is lam (1 - lam) of the KL near agreement and at most the entropy of"
-        " (lam, 1 - lam), 0.056 at 0.01; further out it fades, and fkl and rkl are its ends",
-        lambda value: 0.01 <= value <= 0.99))
-    flag(g, "--tau", None, "clip of a token's divergence in nats: beyond it the teacher is silent", above_0)
-    flag(g, "--distill-scale", 1.0, "factor on the teacher's loss and residuals: the lever on kappa", above_0)
-    flag(g, "--hint", "solution", "what the privileged teacher sees", choices=["solution", "answer"])
-    flag(g, "--hint-error", 0.0, "toy world: share of problems whose teacher reads a wrong solution", unit)
-    flag(g, "--reduction", "response", "mean of response means, or tokens", choices=["response", "token"])
-    g = parser.add_argument_group("method")
-    flag(g, "--alpha", 0.5, "hybrid: weight of distillation", unit)
-    flag(g, "--alpha-max", 0.15, "M3: the teacher's largest share of a token", unit)
-    flag(g, "--beta", 1.0, "M3-Soft, and M3-EG with the soft gate: sharpness of the gate", any_number)
-    flag(g, "--eps", 0.1, "M3: eps of the normalised residual, in units of its norm", above_0)
-    flag(g, "--eta-in", 1000.0, "M3-EG: inner (plain) step as a multiple of --lr", any_number)
-    flag(g, "--eg-gate", "select", "M3-EG: whose gate", choices=["select", "soft"])
-    flag(g, "--zero-advantage", "teacher", "M3 tokens without a reward signal", choices=["teacher", "skip"])
-    flag(g, "--kernel", "local", "how K_DR(n) is computed", choices=["logit", "local", "hutchinson", "exact"])
-    g = parser.add_argument_group("optimizer")
-    flag(g, "--lr", 1e-4, "AdamW learning rate", unit)
-    flag(g, "--weight-decay", 0.0, "AdamW's", unit)
-    flag(g, "--clip", 1.0, "largest gradient norm", above_0)
-    flag(g, "--micro-batch", 0, "rows per training pass, sorted by length; 0 is all", not_negative)
-    g.add_argument("--gradient-checkpointing", help="recompute activations: less memory, more time", **switch)
-    flag(g, "--vocab-chunk", 4096, "response tokens whose logits exist at one time", at_least_1)
-    g = parser.add_argument_group("run")
-    flag(g, "--seed", 0, "governs every random draw",
-         number(int, "a whole number from 0 to 2^32 - 1", lambda value: 0 <= value < 2**32))
-    flag(g, "--device", "auto", "cpu, cuda, cuda:1, mps; auto takes a GPU where there is one")
-    flag(g, "--dtype", "auto", "auto: bfloat16 on cuda, if not toy", choices=["auto", "float32", "bfloat16"])
-    flag(g, "--date", datetime.date.today().isoformat(), "the day that a chat template may write into prompts")
-    flag(g, "--threads", 0, "CPU threads; 0 leaves torch's choice", not_negative)
-    flag(g, "--eval-every", 20, "steps between greedy evaluations", at_least_1)
-    flag(g, "--eval-limit", 200, "held-out problems per evaluation", at_least_1)
-    flag(g, "--stats-every", 1, "steps between kappa and phi (2 backward passes); 0 is never", not_negative)
-    flag(g, "--kdr-every", 1, "steps between conflict shares in the log; 0 is never", not_negative)
-    flag(g, "--save-every", 50, "steps between checkpoints; the last step is always saved", at_least_1)
-    flag(g, "--occupancy-every", 0, "steps between occupancies (4 backward passes); 0 is never", not_negative)
-    g.add_argument("--stop-on-collapse", help="end when reward stays below 0.05 for ten steps", **switch)
-    g.add_argument("--swa", help="at the end, also evaluate the mean of the last two checkpoints", **switch)
-    flag(g, "--out", "", "folder of this run; by default runs/<time>-<method>")
-    flag(g, "--resume", "", "go on with the run in this folder from its last checkpoint")
-    g = parser.add_argument_group("instead of one run")
-    g.add_argument("--probe", action="store_true", help="ten steps of hybrid, then the paper's advice")
-    g.add_argument("--compare", nargs="+", choices=list(methods), metavar="METHOD",
-                   help="train each METHOD on the same seeds, one process a core; table and picture in --out")
-    g.add_argument("--compare-teachers", dest="compare", action="store_const",
-                   const=["privileged", *TOY_TEACHERS], help="the same: opd under each toy teacher")
-    flag(g, "--seeds", 3, "seeds 0, 1, ... of a comparison", at_least_1)
-    g.add_argument("--plot", nargs="+", metavar="FOLDER", help="draw curves.png into the first FOLDER")
+        flag(f"--{name}-field", "", f"column of a local file that holds the {name}")
+    flag("--eval-split", "validation", "which rows are evaluated", ["validation", "test"])
+    flag("--preset", "", f"a named set of flags: {', '.join(PRESETS)}", ["", *PRESETS])
+    flag("--steps", 100, "optimizer steps", some)
+    group = parser.add_argument_group("rollouts (never with a checkpoint's own sampling settings)")
+    flag("--prompts-per-step", 8, "P: distinct prompts a step", some)
+    flag("--group-size", 8, "G: responses per prompt; one alone has no spread", number(int, 2))
+    flag("--max-new-tokens", 24, "longest response", some)
+    flag("--temperature", 1.0, "of sampling and of scoring alike", positive)
+    group = parser.add_argument_group("signals")
+    flag("--std", "unbiased", "divides the advantages", ["unbiased", "population", "none"])
+    flag("--divergence", "jsd", "of eq 1; M3 takes fkl", ["jsd", "fkl", "rkl", "rkl-topk"])
+    flag("--lam", 0.5, "lambda of the jsd", lam)
+    flag("--tau", None, "clip of a token's divergence in nats: beyond it the teacher is silent", positive)
+    flag("--distill-scale", 1.0, "factor on the teacher's loss and residuals: the lever on kappa", positive)
+    flag("--hint", "solution", "what the privileged teacher sees", ["solution", "answer"])
+    flag("--hint-error", 0.0, "toy world: share of problems whose teacher reads a wrong solution", unit)
+    flag("--reduction", "response", "mean of response means, or of tokens", ["response", "token"])
+    group = parser.add_argument_group("method")
+    flag("--alpha", 0.5, "hybrid: weight of distillation", unit)
+    flag("--alpha-max", 0.15, "M3: the teacher's largest share of a token", unit)
+    flag("--beta", 1.0, "M3-Soft, and M3-EG with the soft gate: sharpness of the gate", number(float))
+    flag("--eps", 0.1, "M3: eps of the normalised residual, in units of its norm", positive)
+    flag("--eta-in", 1000.0, "M3-EG: inner (plain) step as a multiple of --lr", number(float))
+    flag("--eg-gate", "select", "M3-EG: whose gate", ["select", "soft"])
+    flag("--zero-advantage", "teacher", "M3 tokens without a reward signal", ["teacher", "skip"])
+    flag("--kernel", "local", "how K_DR(n) is computed", ["logit", "local", "hutchinson", "exact"])
+    group = parser.add_argument_group("optimizer")
+    flag("--lr", 1e-4, "AdamW's learning rate", unit)
+    flag("--weight-decay", 0.0, "AdamW's", unit)
+    flag("--clip", 1.0, "largest gradient norm", positive)
+    flag("--micro-batch", 0, "rows per training pass, sorted by length; 0 is all", count)
+    flag("--gradient-checkpointing", False, "recompute activations: less memory, more time")
+    flag("--vocab-chunk", 4096, "response tokens whose logits exist at one time", some)
+    group = parser.add_argument_group("run")
+    flag("--seed", 0, "governs every random draw", number(int, 0, 2**32 - 1))
+    flag("--device", "auto", "cpu, cuda, cuda:1, mps; auto takes a GPU where there is one")
+    flag("--dtype", "auto", "auto: bfloat16 on cuda, if not toy", ["auto", "float32", "bfloat16"])
+    flag("--date", datetime.date.today().isoformat(), "the day that a chat template may write into prompts")
+    flag("--threads", 0, "CPU threads; 0 leaves torch's choice", count)
+    flag("--eval-every", 20, "steps between greedy evaluations", some)
+    flag("--eval-limit", 200, "held-out problems per evaluation", some)
+    flag("--stats-every", 1, "steps between kappa and phi (2 backward passes); 0 is never", count)
+    flag("--kdr-every", 1, "steps between conflict shares in the log; 0 is never", count)
+    flag("--occupancy-every", 0, "steps between occupancies (4 backward passes); 0 is never", count)
+    flag("--save-every", 50, "steps between checkpoints; the last step is always saved", some)
+    flag("--stop-on-collapse", False, "end when the reward stays below 0.05 for ten steps")
+    flag("--swa", False, "at the end, also evaluate the mean of the last two checkpoints")
+    flag("--out", "", "folder of this run; by default runs/<time>-<method>")
+    flag("--resume", "", "go on with the run in this folder from its last checkpoint")
+    group = parser.add_argument_group("instead of one run")
+    group.add_argument("--probe", action="store_true", help="ten steps of hybrid, then the paper's advice")
+    group.add_argument("--compare", nargs="+", choices=list(docs), metavar="METHOD",
+                       help="train each METHOD on the same seeds, one process a core; a table in --out")
+    group.add_argument("--compare-teachers", dest="compare", action="store_const",
+                       const=["privileged", *TOY_TEACHERS], help="the same: opd under each toy teacher")
+    flag("--seeds", 3, "seeds 0, 1, ... of a comparison", some)
+    group.add_argument("--plot", nargs="*", metavar="FOLDER", help="draw curves.png of these, or of the last")
 
     argv = [*(sys.argv[1:] if argv is None else argv)]
     given = parser.parse_args(argv)
@@ -206,64 +188,64 @@ def parse_flags(argv=None):
 
 def check_flags(flags):
     """`flags` with "auto" decided; what is wrong only together ends here."""
+    own = flags.model in TASKS
     if WORLD > 1 and flags.compare:
         fail("--compare starts its own processes: leave out torchrun")
     if flags.prompts_per_step % WORLD:
         fail(f"--prompts-per-step must be a multiple of the {WORLD} processes")
-    if flags.model in OWN_MODEL and flags.model != flags.dataset:
+    if own and flags.model != flags.dataset:
         fail("--dataset: the toy model only knows the toy world; give a --model")
-    if flags.model not in OWN_MODEL and {flags.teacher, *(flags.compare or ())} & {*TOY_TEACHERS}:
+    if not own and {flags.teacher, *(flags.compare or ())} & {*TOY_TEACHERS}:
         fail(f"--compare-teachers, --teacher {' and '.join(TOY_TEACHERS)} are the toy world's; give a folder")
-    if flags.method in ("rlsd", "sdpo") and (flags.lora_rank or flags.teacher != "privileged"):
+    if m3.METHODS[flags.method].move_teacher and (flags.lora_rank or flags.teacher != "privileged"):
         fail(f"--method {flags.method} moves its teacher: it needs --lora-rank 0 and --teacher privileged")
-    if flags.hint_error and (flags.dataset not in OWN_MODEL or flags.teacher != "privileged"):
+    if flags.hint_error and (flags.dataset not in TASKS or flags.teacher != "privileged"):
         fail("--hint-error misleads the toy world's privileged teacher: leave out --dataset and --teacher")
     if flags.probe:
         flags.method, flags.steps, flags.stats_every, flags.kdr_every = "hybrid", 10, 1, 1
     if flags.device == "auto":
         flags.device = "cuda" if torch.cuda.is_available() else "cpu"
     if flags.dtype == "auto":
-        flags.dtype = "bfloat16" if "cuda" in flags.device and flags.model not in OWN_MODEL else "float32"
+        flags.dtype = "bfloat16" if "cuda" in flags.device and not own else "float32"
     if flags.method == "m3-eg" and flags.dtype == "bfloat16" and not flags.lora_rank:
         fail("--method m3-eg: its inner step is lost in bfloat16; take --dtype float32 or --lora-rank")
     return flags
 
 def check_resume(given, saved, flags):
     """`flags` of a run that goes on in its folder. given: the command line alone; saved: what the run was."""
-    if given.compare or flags.compare:
+    if flags.compare:
         fail("--resume is for one run; a --compare goes on when the same command is given again")
     if given.out and pathlib.Path(given.out).resolve() != pathlib.Path(given.resume).resolve():
         fail(f"--out {given.out}: a run goes on in its own folder, leave it out with --resume")
     if not newest_checkpoint(pathlib.Path(given.resume)):
         fail(f"--resume {given.resume}: no checkpoint yet: give its first command again, or delete it")
-    for key in differing(saved, flags, MAY_CHANGE):
-        fail(f"{dashed(key)} {vars(flags)[key]}: the run in {given.resume} has {vars(saved)[key]!r}, it"
-             " cannot change on the way; leave it out, or start another run with --out")
+    must_equal(saved, flags, MAY_CHANGE, given.resume)
     flags.out = given.resume
     return flags
 
-def differing(one, two, free):
-    """Names of the flags in which two runs differ, but for those that are `free` to."""
-    return [key for key in vars(one) if key not in [*free, *NOT_A_RUN] and vars(one)[key] != vars(two)[key]]
+def must_equal(saved, flags, free, folder):
+    """Ends the program where flags are not those of the run in `folder`, unless they are `free` to differ."""
+    for key, value in config_of(flags).items():
+        if key not in free and value != vars(saved)[key]:
+            fail(f"{dashed(key)} {value}: the run in {folder} has {vars(saved)[key]!r}; leave it out, or give"
+                 " another --out")
 
 def dashed(key):
     return "--" + key.replace("_", "-")
 
 def as_argv(config):
     """A config.json as a command line, so that it is read by the same rules."""
-    argv = []
-    for key, value in config.items():
-        if isinstance(value, bool):
-            argv += [dashed(key)] if value else []
-        elif value is not None:
-            argv.append(f"{dashed(key)}={value}")
-    return argv
+    flags = {dashed(key): value for key, value in config.items() if value is not None and value is not False}
+    return [name if value is True else f"{name}={value}" for name, value in flags.items()]
+
+def config_of(flags):
+    return {key: value for key, value in vars(flags).items() if key not in NOT_A_RUN}
 
 def read_config(folder, known):
     """config.json of a run, with the flags that are `known` here."""
     path = pathlib.Path(folder).resolve()
     with or_fail(f"--resume: cannot read {folder}/config.json"):
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = read_json(path / "config.json")
         if "method" not in config and (path.parent / "metrics.jsonl").exists():  # a checkpoint's own
             newest = newest_checkpoint(path.parent)
             fail(f"--resume {folder} is a checkpoint; --resume {path.parent}, its run, goes on from {newest}")
@@ -284,7 +266,7 @@ def or_fail(message, kinds=Exception, code=2):
     except kinds as error:
         fail(f"{message} ({type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]})", code)
 
-# --- The toy world: word problems that a 0.9M model learns in a minute, and one bad habit to cure -----------
+# --- The toy world: word problems for a model of 0.9M parameters, and one bad habit to cure -------
 
 TOY_NAMES = ["Ann", "Bob", "Cem", "Dua", "Eli", "Fay", "Gus", "Hana", "Ivo", "Jun"]
 TOY_THINGS = ["pens", "cups", "figs", "nuts", "keys", "eggs", "hats", "coins"]
@@ -304,8 +286,7 @@ def toy_problem(rng, heldout):
         if rng.random() < 0.42:  # one doubling at most, and at the end: what follows it would need sums of
             ops[-1] = ("*", 2)  # large numbers, which the base model, with its habit, has hardly ever seen
         values = list(itertools.accumulate(ops, toy_result, initial=start))
-        # A hash of the numbers decides which side a problem is on: one in eight is held out, under all names
-        # and things and whatever the seed. Not hash(): that changes from process to process.
+        # One in eight is held out, under all names, things and seeds. Not hash(): it varies.
         side = zlib.crc32(repr((start, ops)).encode()) % 8 == 0
         if min(values) >= 1 and max(values[:-1]) <= 20 and side == heldout:
             break
@@ -315,8 +296,8 @@ def toy_problem(rng, heldout):
     return " , ".join(clauses) + " . How many ?", start, ops
 
 def toy_solution(start, ops, rng=None, swapped=False):
-    """Worked steps and "#### answer". With `rng`: as the base model's corpus has them, habit and all.
-    swapped: the larger teacher's style, "3 + 12" for "12 + 3", "12 + 12" for "12 * 2"."""
+    """Worked steps and "#### answer". rng: with the habit and the slips of the base model's corpus. swapped:
+    the larger teacher's style, "3 + 12" for "12 + 3", "12 + 12" for "12 * 2"."""
     lines, value = [], start
     for sign, k in ops:
         if rng and sign == "*" and rng.random() < 0.6:
@@ -332,17 +313,18 @@ def toy_solution(start, ops, rng=None, swapped=False):
         value = result
     return "\n".join([*lines, f"#### {value}"])
 
+def toy_row(solution):
+    return {"solution": solution, "answer": solution.split()[-1], "kind": "toy"}
+
 def toy_misled(start, ops, share):
     """A wrong {solution, answer, kind} for a share of the problems, else None: the last "doubles" worked as
     + 2, or the last sign turned. What is misled at a share is so at every larger one."""
     sign, k = ops[-1]
     slip = {"*": ("+", 2), "+": ("-", k), "-": ("+", k)}[sign]
-    solution = toy_solution(start, [*ops[:-1], slip])
-    answer = solution.split()[-1]
+    wrong = toy_row(toy_solution(start, [*ops[:-1], slip]))
     chosen = zlib.crc32(f"hint {start} {ops}".encode()) < share * 2**32
-    if chosen and answer != toy_solution(start, ops).split()[-1]:  # 2 + 2 = 2 * 2
-        return {"solution": solution, "answer": answer, "kind": "toy"}
-    return None
+    differs = wrong["answer"] != toy_row(toy_solution(start, ops))["answer"]  # 2 + 2 = 2 * 2
+    return wrong if chosen and differs else None
 
 def toy_rows(n, seed, heldout=False, hint_error=0.0):
     """n different problems {question, solution, answer, kind}, in no seed both held out and not.
@@ -350,10 +332,10 @@ def toy_rows(n, seed, heldout=False, hint_error=0.0):
     rng, rows = random.Random(f"rows {seed}"), {}
     while len(rows) < n:
         question, start, ops = toy_problem(rng, heldout)
-        solution = toy_solution(start, ops)
-        row = {"question": question, "solution": solution, "answer": solution.split()[-1], "kind": "toy"}
         misled = toy_misled(start, ops, hint_error)
-        rows[question] = row | {"misled": misled} if misled else row
+        rows[question] = {"question": question} | toy_row(toy_solution(start, ops))
+        if misled:
+            rows[question]["misled"] = misled
     return list(rows.values())
 
 def toy_corpus(rng, count, larger):
@@ -425,29 +407,31 @@ def toy_path(kind="base", task="toy"):
     texts = [TASKS[task].corpus(random.Random("name"), 200, larger) for larger in (False, True)]
     code = [inspect.getsource(part) for part in (toy_tokenizer, toy_base_model, pretrain_backward)]
     made_by = f"{texts} {code} {TASKS[task].words} {SELF_RL}"
-    return CACHE / f"{task}-{kind}-{hashlib.sha256(made_by.encode()).hexdigest()[:12]}"
+    digest = hashlib.sha256(made_by.encode()).hexdigest()[:12]
+    return pathlib.Path(f"runs/cache/{task}-{kind}-{digest}")
 
 def toy_model(kind="base", task="toy"):
     """Folder of a toy model, made once: base, larger (see toy_corpus) or self-rl (base after SELF_RL). --seed
     varies the run, not where it starts, as with a published checkpoint."""
+    path = toy_path(kind, task)
+
     def fill(folder):
         if kind != "self-rl":
             toy_tokenizer(TASKS[task].words).save_pretrained(folder)
             toy_base_model(0, larger=kind == "larger", task=task).save_pretrained(folder)
             return
-        argv = [sys.executable, __file__, *SELF_RL.split(), "--model", task, "--dataset", task]
+        run = [sys.executable, __file__, *SELF_RL.split(), f"--model={task}", f"--dataset={task}"]
         alone = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}  # not as a rank of this run
-        subprocess.run([*argv, "--out", folder / "run"], check=True, stdout=subprocess.DEVNULL, env=alone)
+        subprocess.run([*run, "--out", folder / "run"], check=True, stdout=subprocess.DEVNULL, env=alone)
         for file in newest_checkpoint(folder / "run").iterdir():
             shutil.move(file, folder)
 
-    path = toy_path(kind, task)
     if not path.exists():
-        print(f"{task} {kind} model: training it once, a minute or two, kept in {path}", flush=True)
+        print(f"training the {kind} model of the {task} world once, a minute or two", flush=True)
         write_folder(path, fill)
     return str(path)
 
-# --- Real data ----------------------------------------------------------------------------------------------
+# --- Real data ------------------------------------------------------------------------------------
 
 HUB = {"gsm8k": ["openai/gsm8k", "main"], "svamp": ["ChilleD/SVAMP"],
        "arc": ["allenai/ai2_arc", "ARC-Challenge"],
@@ -456,6 +440,11 @@ HUB = {"gsm8k": ["openai/gsm8k", "main"], "svamp": ["ChilleD/SVAMP"],
 def bar(rows, text):
     """A progress bar; nothing is seen of it within the first second."""
     return tqdm(rows, text, unit=" rows", delay=1, leave=False, disable=True if RANK else None)
+
+def say_left_out(source, rows, total, why):
+    """Every row that is not trained on is counted, with its reason; four of `rows` are shown."""
+    if rows:
+        print(f"{source}: {len(rows)} of {total} rows left out, {why}:", *[repr(row) for row in rows[:4]])
 
 def read_file(path):
     """A file's rows as dicts, as they stand. Not by `datasets`: it makes 7.0 of "007", and refuses all of a
@@ -514,22 +503,21 @@ def cell_text(value):
 def read_row(raw, fields):
     """{question, solution, answer, kind} of a row in any known layout; kind "": the golds tell. Errors:
     KeyError for a missing column, ValueError, TypeError, AttributeError or SyntaxError for an odd cell."""
-    if "answerKey" in raw and not any(fields.values()):  # ARC, in two layouts; the letters shown are scored
+    named = any(fields.values())
+    if "answerKey" in raw and not named:  # ARC, in two layouts; the letters shown are scored
         stem = raw["question"] if isinstance(raw["question"], dict) else {"stem": raw["question"]} | raw
         both = stem["choices"]
         if not isinstance(both, dict):
             both = {name: [option[name] for option in both] for name in ("label", "text")}
-        shown = {}
-        for label, text, letter in zip(both["label"], both["text"], "ABCDEFGHIJ", strict=False):
-            shown[cell_text(label)] = f"{letter}. {cell_text(text)}"
-        question = "\n".join([cell_text(stem["stem"]), *shown.values()])
+        options = zip("ABCDEFGHIJ", both["label"], both["text"], strict=False)
+        shown = {cell_text(label): f"{letter}. {cell_text(text)}" for letter, label, text in options}
         right = shown.get(cell_text(raw["answerKey"]), "")
-        return {"question": question, "solution": right, "answer": right[:1], "kind": "arc"}
-    if "Body" in raw and not any(fields.values()):  # SVAMP; a body without a stop is nearly always "If ..."
-        body = cell_text(raw["Body"])
-        question = f"{body}{' ' if body.endswith(('.', '?', '!', ',')) else ', '}{cell_text(raw['Question'])}"
-        equation = f"{cell_text(raw['Equation'])} = {cell_text(raw['Answer'])}"
-        equation = re.sub(r"(\d)\.0\b", r"\1", equation)  # 51.0 -> 51
+        question, kind = "\n".join([cell_text(stem["stem"]), *shown.values()]), "arc"
+        return {"question": question, "solution": right, "answer": right[:1], "kind": kind}
+    if "Body" in raw and not named:  # SVAMP; a body without a stop is nearly always "If ..."
+        body, asked, equation, gold = [cell_text(raw[x]) for x in ("Body", "Question", "Equation", "Answer")]
+        question = f"{body}{' ' if body[-1:] in tuple('.?!,') else ', '}{asked}"
+        equation = re.sub(r"(\d)\.0\b", r"\1", f"{equation} = {gold}")  # 51.0 -> 51
         answer = equation.split(" = ")[-1]
         return {"question": question, "solution": equation, "answer": answer, "kind": "svamp"}
     prompt = fields.get("prompt") or next((x for x in ("question", "problem") if x in raw), "prompt")
@@ -553,19 +541,20 @@ def gold_parses(gold, kind):
     return m3.verify(m3.FINISH[kind][0].format(gold), gold, kind) == 1
 
 def read_rows(dataset, fields):
-    """{part: rows}, all with a question and with an answer that parses; how many have not is printed."""
-    parts, odd = {}, []
+    """{part: rows}, all with a question and with an answer that parses; the others are named."""
+    parts, odd, total = {}, [], 0
     advice = "; a local file needs no connection: --dataset FILE" if dataset in HUB else ""
     with or_fail(f"--dataset {dataset}: cannot be read{advice}"):
         for part, source in read_parts(dataset).items():
             parts[part] = []
+            total += len(source)
             for raw in bar(source, f"{dataset}, {part}"):
                 try:
                     parts[part].append(read_row(raw, fields))
                 except KeyError as error:
                     columns = ", ".join(map(str, raw))
                     fail(f"--dataset {dataset}: no column {error} in some row, the columns are {columns};"
-                         " --prompt-field, --answer-field and --solution-field name them")
+                         " name them by --prompt-field, --answer-field, --solution-field")
                 except (ValueError, TypeError, AttributeError, SyntaxError) as error:
                     odd.append(str(error)[:60])
     rows = [row for part in parts.values() for row in part]
@@ -578,8 +567,7 @@ def read_rows(dataset, fields):
         if not row["question"] or not row["answer"] or not gold_parses(row["answer"], row["kind"]):
             odd.append(f"{row['question'][:30]} -> {row['answer'][:20]}")
             row["kind"] = ""
-    if odd:
-        print(f"{dataset}: {len(odd)} rows left out, their question or answer does not parse:", odd[:4])
+    say_left_out(dataset, odd, total, "their question or answer does not parse")
     return {part: [row for row in rows if row["kind"]] for part, rows in parts.items()}
 
 def question_key(row):
@@ -590,17 +578,17 @@ def load_rows(dataset, fields, seed, wanted=("train", "validation", "test")):
     """{split: [{question, solution, answer, kind}]}. What the source lacks is held out of its train rows by a
     shuffle of `seed`: a fifth for test, a tenth for validation, 500 at most. Equal questions share a split;
     rows that ask what a held-out part of the source asks are left out. No wanted split may be empty."""
-    parts = read_rows(dataset, fields)
-    home, asked = {}, {part: {} for part in parts}  # of a question: its part; {question: rows}
+    parts, asked, doubled = read_rows(dataset, fields), {}, []
     for part in ("test", "validation", "train"):
         for row in parts.get(part, ()):
-            if home.setdefault(question_key(row), part) == part:
-                asked[part].setdefault(question_key(row), []).append(row)
-    total, kept = sum(map(len, parts.values())), sum(len(rows) for x in asked.values() for rows in x.values())
-    if total > len(home):
-        print(f"{dataset}: {total - len(home)} of {total} rows ask what another asks: they stay in its split;"
-              f" {total - kept} whose question a held-out part of the source asks are left out")
-    splits = {part: list(groups.values()) for part, groups in asked.items()}
+            home, rows = asked.setdefault(question_key(row), (part, []))
+            (rows if home == part else doubled).append(row)
+    total = sum(map(len, parts.values()))
+    again = total - len(doubled) - len(asked)
+    say_left_out(dataset, [row["question"][:30] for row in doubled], total, "a held-out row asks the same")
+    if again:
+        print(f"{dataset}: {again} of {total} rows ask what another asks: they stay in its split")
+    splits = {part: [rows for home, rows in asked.values() if home == part] for part in parts}
     pool = splits.get("train", [])
     order = random.Random(f"split {seed}").sample(range(len(pool)), len(pool))
     for name, share in ("test", 5), ("validation", 10):
@@ -616,7 +604,7 @@ def load_rows(dataset, fields, seed, wanted=("train", "validation", "test")):
 
 def encode_rows(rows, tokenizer, context, max_new_tokens, shots, hint, date=None):
     """`rows` with prompt, prompt_ids and teacher_ids, without the few-shot examples; a row too long for the
-    context is dropped and named: a cut prompt is another problem. date: see m3.prompt_text."""
+    context is left out: a cut prompt is another problem. date: see m3.prompt_text."""
     shown = {question_key(shot) for shot in shots}
     rows = [row for row in rows if question_key(row) not in shown]
     if not rows:
@@ -629,19 +617,17 @@ def encode_rows(rows, tokenizer, context, max_new_tokens, shots, hint, date=None
     why = f"length filter (prompt + {max_new_tokens} new tokens within a context of {context})"
     if not kept:
         fail(f"0 of {len(rows)} rows left after the {why}: lower --max-new-tokens or --few-shot")
-    if long:
-        shown = [row["prompt"][:30] for row in long[:4]]
-        print(f"{len(long)} of {len(rows)} rows dropped by the {why}:", shown, "...")
+    say_left_out("prompts", [row["prompt"][:30] for row in long], len(rows), why)
     return kept
 
-# --- Tasks -------------------------------------------------------------------------------------------------
+# --- Tasks ----------------------------------------------------------------------------------------
 
 class Task(NamedTuple):
-    """What a run trains on. Its rows' kind says how prompts read and replies are graded: m3.FINISH, verify.
-    A task with a corpus has a base model of its own, which --model NAME makes once."""
+    """A world of its own, for --dataset NAME, whose base model --model NAME makes once. Its rows' kind says
+    how prompts read and replies are graded: m3.FINISH, m3.verify."""
     problems: Callable  # of the flags: {split: rows}, with "train" and flags.eval_split
-    corpus: Callable = None  # (rng, count, larger): [(prompt, reply), ...] for the base model
-    words: Sequence = ()  # its vocabulary: <pad>, <eos>, <unk> first
+    corpus: Callable  # (rng, count, larger): [(prompt, reply), ...] for the base model
+    words: Sequence  # its vocabulary: <pad>, <eos>, <unk> first
 
 def toy_problems(flags):
     """The held-out problems are the same for every seed."""
@@ -655,11 +641,9 @@ def real_problems(flags):
     fields = {name: vars(flags)[f"{name}_field"] for name in FIELDS}
     return load_rows(flags.dataset, fields, 0, ("train", flags.eval_split))
 
-TASKS = {"toy": Task(toy_problems, toy_corpus, TOY_WORDS), **dict.fromkeys(HUB, Task(real_problems))}
-FILES = Task(real_problems)  # every other --dataset
-OWN_MODEL = [name for name, task in TASKS.items() if task.corpus]
+TASKS = {"toy": Task(toy_problems, toy_corpus, TOY_WORDS)}
 
-# --- Real models -------------------------------------------------------------------------------------------
+# --- Real models ----------------------------------------------------------------------------------
 
 def load_model(path, dtype, device, flag="--model"):
     """(model, tokenizer, eos_ids) of a local folder or a hub id. What looks like a path is no hub id."""
@@ -691,25 +675,24 @@ def load_model(path, dtype, device, flag="--model"):
              " set eos_token in tokenizer_config.json")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = min(eos_ids)
-        pad = tokenizer.pad_token
-        print(f"{path}: no pad token; the end token {pad!r} pads (masks go by length, not by id)")
+        print(f"{path}: no pad token; the end token {tokenizer.pad_token!r} pads (masks go by length)")
     return model, tokenizer, eos_ids
 
 def context_length(config):
     """Longest sequence that a model reads in one way, in tokens; 10^9 where nothing limits it (ALiBi).
-
     LongRoPE and dynamic NTK turn ALL positions differently once a sequence passes the original context: what
-    was sampled would be scored otherwise, and one long row would change its short neighbours. So there the
-    original context is the limit. YaRN and Llama 3 scale by constants: no limit of that kind.
-    """
+    was sampled would be scored otherwise. There the original context is the limit, and that is said."""
     config = config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or 10**9
+    longest = limit = getattr(config, "max_position_embeddings", None) or 10**9
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     by_layer_type = [part for part in rope.values() if isinstance(part, dict)]  # as Gemma 3 has it
     for part in [rope, *by_layer_type]:
         if part.get("rope_type", part.get("type")) in ("longrope", "su", "dynamic"):
             original = getattr(config, "original_max_position_embeddings", None)
             limit = min(limit, part.get("original_max_position_embeddings") or original or limit)
+    if limit < longest:
+        print(f"the RoPE of {config.name_or_path} depends on the length beyond {limit} tokens: the length"
+              f" filter counts {limit}, not {longest}")
     return limit
 
 def use_checkpointing(model):
@@ -722,7 +705,7 @@ def use_checkpointing(model):
             if named and isinstance(value, float):
                 setattr(module, name, 0.0)
 
-# --- Start-up check: what would fail late is tried in a second, before the first rollouts -------------------
+# --- Start-up check: what would fail late is tried in a second, before the first rollouts ---------
 
 def try_rollouts(model, prompts, share):
     """ValueError unless sampling, scoring as in training and plain forward passes of single rows agree in log
@@ -730,7 +713,7 @@ def try_rollouts(model, prompts, share):
     limit = 2 * math.sqrt(torch.finfo(model.dtype).eps)  # float32: 7e-4, bfloat16: 0.18; a fault is about 1
 
     def must_agree(what, got, want, scale):
-        apart = sum((a - b).float().square().sum() for a, b in zip(got, want, strict=True)).sqrt()
+        apart = sum((a - b).float().square().sum() for a, b in zip(got, want)).sqrt()
         if not apart <= limit * scale:  # NaN fails too
             raise ValueError(f"{what} differ from those of plain forward passes by {apart / scale:.2g}")
 
@@ -738,9 +721,8 @@ def try_rollouts(model, prompts, share):
     uniforms = torch.rand(4, 5, generator=torch.Generator().manual_seed(0))
     with m3.packed(model):
         tokens, mask, sampled = m3.sample(model, prompts, 2, 5, eos_ids=ends, pad_id=0, uniforms=uniforms)
-    rows = [prompts[0], prompts[0], prompts[1], prompts[1]]
-    plain = []
-    for prompt, reply, real in zip(rows, tokens, mask, strict=True):
+    rows, plain = [prompts[0], prompts[0], prompts[1], prompts[1]], []
+    for prompt, reply, real in zip(rows, tokens, mask):
         ids = torch.cat([torch.tensor(prompt, device=reply.device), reply[real]])
         plain.append(model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1:-1])
     plain = torch.cat(plain)  # [T, V]
@@ -757,13 +739,14 @@ def try_rollouts(model, prompts, share):
         ours, right = (torch.autograd.grad(x.sum(), params, materialize_grads=True) for x in (got, want))
         must_agree("gradients", ours, right, sum(g.float().square().sum() for g in right).sqrt())
 
-def try_out(model, teacher, tokenizer, flags):
-    """Ends in one line where a run would fail late: adapters, sampling, scoring, kernel, checkpoints, saving.
+def try_out(model, teacher, flags):
+    """Ends in one line where a run would fail late: adapters, sampling, scoring, kernel, checkpointing.
     teacher: another model or None. Switches gradient checkpointing on, if asked for; moves no weight and no
     random state. Below a second for a small model, seconds for a large one."""
     models = {"model": model} | ({"teacher": teacher} if teacher else {})
     size = min(m.get_input_embeddings().num_embeddings for m in models.values())
     ids = torch.randint(size, (6,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = [ids[:4], ids[4:]]
     if flags.lora_rank:
         adapted, weights = m3.lora_share(model)
         share = adapted / max(weights, 1)
@@ -775,44 +758,59 @@ def try_out(model, teacher, tokenizer, flags):
         for flag, one in models.items():
             with or_fail(f"--{flag} {vars(flags)[flag]} cannot be sampled or scored: take one whose layers"
                          " all keep keys and values (recurrent and linear attention do not)"):
-                try_rollouts(one, [ids[:4], ids[4:]], share=True)
+                try_rollouts(one, prompts, share=True)
         if flags.gradient_checkpointing:
             with or_fail(f"--gradient-checkpointing does not work with {flags.model}: leave it out"):
                 use_checkpointing(model)
-                try_rollouts(model, [ids[:4], ids[4:]], share=False)
+                try_rollouts(model, prompts, share=False)
         with or_fail(f"--model {flags.model} cannot be trained with these flags", ValueError):
             ntk.try_kernel(model, flags.kernel)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            model.save_pretrained(folder, state_dict={})
-            tokenizer.save_pretrained(folder)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:  # but no full disk
-            why = " ".join(str(error).split())[:300]
-            fail(f"--model {flags.model}: correct its generation_config.json, which cannot be saved ({why})")
 
-# --- Saving: nothing stands half-written under its name; only what this program wrote is replaced -----------
+# --- Saving: nothing stands half-written under its name; only what this program wrote is replaced -
 
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+TEMPORARY = ".m3-tmp"  # ends the names of what is being written
 OURS = re.compile(r"checkpoint-\d+|last|(config|summary)\.json|(metrics|samples)\.jsonl|non-finite-.*\.pt"
-                  r"|report\.html|curves\.png|\..*\.\d+\.tmp")  # all that a run puts into its folder
+                  rf"|report\.html|curves\.png|\..*\{TEMPORARY}")  # all that a run puts into its folder
+# A lone half of a surrogate pair has no UTF-8; backslashreplace writes it as JSON does, "\ud83d".
+UTF8 = {"encoding": "utf-8", "errors": "backslashreplace"}
+
+def temporary(path):
+    return path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
+
+def replace_text(path, text):
+    if RANK == 0:
+        temporary(path).write_text(text, **UTF8)
+        temporary(path).replace(path)
+
+def read_json(path):
+    return json.loads(path.read_text("utf-8"))
+
+def read_log(path):
+    """Lines of metrics.jsonl or samples.jsonl; a last one that a kill has cut in two is left out."""
+    lines = path.read_text("utf-8", "replace").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+def append_line(path, record):
+    """One JSON object, one write: a kill cannot leave two halves of a line apart."""
+    with open(path if RANK == 0 else os.devnull, "a", **UTF8) as file:
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 @contextlib.contextmanager
 def locked(folder):
-    """Nobody else runs in `folder` meanwhile. The kernel holds the lock: a killed process leaves none. It is
-    on the folder itself: no file is left. Where there are no such locks (Windows), none is taken."""
-    handle = None
-    if fcntl:
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fail(f"{folder} is in use by another process: wait until it ends, or give another --out")
-        except OSError:
-            pass  # a network drive without locks
-    try:
+    """Nobody else runs in `folder` meanwhile. The kernel's lock, on the folder itself: a killed process
+    leaves none, and no file is left. Where there are no such locks (Windows, some drives), none is taken."""
+    with contextlib.ExitStack() as stack:
+        if fcntl:
+            handle = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fail(f"{folder} is in use by another process: wait until it ends, or give another --out")
+            except OSError:
+                pass
         yield
-    finally:
-        if handle is not None:
-            os.close(handle)
 
 def new_folder(name):
     """`name`, or name-2, name-3, ...: mkdir makes a folder or fails, so two runs never get the same one."""
@@ -852,19 +850,16 @@ def standing(folder, flags):
     in the folder ends the program."""
     names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
     if "config.json" in names:
-        saved = parse_flags(as_argv(read_config(folder, vars(flags))))
-        for key in differing(saved, flags, NEUTRAL):
-            fail(f"{folder} holds a run with {dashed(key)} {vars(saved)[key]}, not {vars(flags)[key]}:"
-                 " give another --out")
+        must_equal(parse_flags(as_argv(read_config(folder, vars(flags)))), flags, NEUTRAL, folder)
         if newest_checkpoint(folder):
             with contextlib.suppress(OSError, ValueError):
-                ended = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+                ended = read_json(folder / "summary.json")
                 if ended["steps"] == flags.steps or flags.stop_on_collapse and ended["collapsed_at"]:
                     return "finished"
             return "broken"
-    strange = sorted(name for name in names if not OURS.fullmatch(name) or name.startswith("checkpoint-"))
+    strange = [name for name in names if CHECKPOINT.match(name) or not OURS.fullmatch(name)]
     if strange:
-        fail(f"{folder} holds {strange[0]} and no complete checkpoint: move it away, or give another --out")
+        fail(f"{folder} holds {min(strange)} and no complete checkpoint: move it away, or give another --out")
     return "new"  # or never got to a checkpoint: started in place, the same flags write the same log again
 
 def complete(folder):
@@ -875,22 +870,26 @@ def complete(folder):
 def newest_checkpoint(out):
     """The folder of the newest complete checkpoint, or None: the one `last` names (a link, or a text file
     where there are no links), else the one of the highest number that the log has got to."""
-    last = out / "last"
+    last, names = out / "last", []
     with contextlib.suppress(OSError, ValueError):
-        name = os.readlink(last) if last.is_symlink() else last.read_text(encoding="utf-8").strip()
-        if re.fullmatch(r"checkpoint-\d+", name) and complete(out / name):
-            return out / name
+        names.append(os.readlink(last) if last.is_symlink() else last.read_text("utf-8").strip())
     with contextlib.suppress(OSError):
         logged = (out / "metrics.jsonl").read_bytes().count(b"\n") - 1
-        names = [folder.name for folder in out.iterdir() if re.fullmatch(r"checkpoint-\d+", folder.name)]
-        for step in sorted((int(name[11:]) for name in names), reverse=True):  # as text, 1000 < 900
-            if step <= logged and complete(out / f"checkpoint-{step}"):
-                return out / f"checkpoint-{step}"
-    return None
+        found = [CHECKPOINT.fullmatch(folder.name) for folder in out.iterdir()]
+        steps = sorted((int(match[1]) for match in found if match), reverse=True)  # as text, 1000 < 900
+        names += [f"checkpoint-{step}" for step in steps if step <= logged]
+    whole = (out / name for name in names if CHECKPOINT.fullmatch(name) and complete(out / name))
+    return next(whole, None)
+
+def how_to_go_on(out):
+    newest = newest_checkpoint(pathlib.Path(out))
+    if newest:
+        return f"--resume {out} goes on from {newest.name}"
+    return "give the same command again: there is no checkpoint yet"
 
 def steps_left(flags, log):
     """The steps still to be trained. Of a run that has ended there are none, and that is said."""
-    last, over = (log[-1]["step"], log[-1]["collapsed"] and flags.stop_on_collapse) if log else (0, False)
+    last, over = log[-1]["step"], log[-1]["collapsed"] and flags.stop_on_collapse
     if flags.steps < last:
         fail(f"--steps {flags.steps}: the run in {flags.out} has {last} already")
     if over or flags.steps == last:
@@ -898,49 +897,39 @@ def steps_left(flags, log):
         return range(0)
     return range(last + 1, flags.steps + 1)
 
-def swa_folders(out, saved):
-    """The last two checkpoints that this run wrote, at the steps `saved`: none abandoned by going back."""
-    folders = [out / f"checkpoint-{step}" for step in saved]
-    return [folder for folder in folders if complete(folder)][-2:]
-
 def write_folder(folder, fill):
     """Let `fill(temporary folder)` write, flush it to disk, then rename it to `folder` in one step."""
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    tmp = temporary(folder)
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
     try:
-        fill(temporary)
-        for file in filter(pathlib.Path.is_file, temporary.rglob("*")):
+        fill(tmp)
+        for file in filter(pathlib.Path.is_file, tmp.rglob("*")):
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
         if folder.exists():  # of a run that was taken back to an earlier step
-            if {file.name for file in folder.iterdir()} <= {file.name for file in temporary.iterdir()}:
+            if {file.name for file in folder.iterdir()} <= {file.name for file in tmp.iterdir()}:
                 shutil.rmtree(folder)
             else:  # something else lies in it
                 folder.rename(new_folder(f"{folder}-before"))
-        temporary.rename(folder)
+        tmp.rename(folder)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(tmp, ignore_errors=True)
 
 def save_checkpoint(out, step, run, tokenizer, s_bar, saved):
     """checkpoint-N: a folder that from_pretrained loads, plus trainer.pt; then `last` is pointed at it."""
-    model = run.model
     state = {"optimizer": run.optimizer.state_dict(), "step": step, "s_bar": s_bar, "saved": saved,
              "masters": [master.data for master, p in zip(run.masters, run.params) if master is not p],
-             "adapter": m3.lora_state(model)}
+             "adapter": m3.lora_state(run.model)}
     if run.moving:  # everyone else's teacher is the initial policy
         state["teacher"] = run.frozen.state_dict()
 
-    def fill(tmp):
-        # The start model's own sampling settings can be unfit to be saved again; no run uses them.
-        names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        ids = {name: getattr(model.generation_config, name, None) for name in names}
-        model.generation_config = transformers.GenerationConfig(**ids)
-        model.save_pretrained(tmp, state_dict=m3.merged_state(model))  # plain weights, adapter and all
-        tokenizer.save_pretrained(tmp)
-        torch.save(state, tmp / "trainer.pt")
+    def fill(folder):
+        run.model.save_pretrained(folder, state_dict=m3.merged_state(run.model))  # plain, adapters added up
+        tokenizer.save_pretrained(folder)
+        torch.save(state, folder / "trainer.pt")
 
-    folder, link = out / f"checkpoint-{step}", out / f".last.{os.getpid()}.tmp"
+    folder, link = out / f"checkpoint-{step}", temporary(out / "last")
     # A full disk is an OSError, a RuntimeError or a SafetensorError, by who writes.
     with or_fail(f"cannot save {folder}; once that is mended, {how_to_go_on(out)}", code=1):
         write_folder(folder, fill)
@@ -948,53 +937,13 @@ def save_checkpoint(out, step, run, tokenizer, s_bar, saved):
         try:
             link.symlink_to(folder.name)
         except (OSError, NotImplementedError):  # exFAT, Windows, a cloud drive
-            link.write_text(folder.name + "\n", encoding="utf-8")
+            link.write_text(folder.name + "\n", "utf-8")
         link.replace(out / "last")  # rename over the old one: there is always a `last`
 
-def how_to_go_on(out):
-    newest = newest_checkpoint(pathlib.Path(out))
-    return f"--resume {out} goes on from {newest.name}" if newest else (
-        "give the same command again: there is no checkpoint yet")
-
-def sweep(out):
-    """Remove what a killed process left half-written; the folder is locked, so nobody is writing now."""
-    for rest in out.iterdir():
-        if re.fullmatch(r"\.(checkpoint-\d+|last|\w+\.jsonl?)\.\d+\.tmp", rest.name):
-            if rest.is_dir() and not rest.is_symlink():
-                shutil.rmtree(rest)
-            else:
-                rest.unlink()
-
-def write_config(out, flags):
-    """config.json: what the run is. A resume writes it again, so that the next one needs no flags."""
-    replace_text(out / "config.json", json.dumps(config_of(flags), indent=1))
-
-def config_of(flags):
-    return {key: value for key, value in vars(flags).items() if key not in NOT_A_RUN}
-
-# A lone half of a surrogate pair has no UTF-8; backslashreplace writes it as JSON does, "\ud83d".
-UTF8 = {"encoding": "utf-8", "errors": "backslashreplace"}
-
-def replace_text(path, text):
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    if RANK == 0:
-        temporary.write_text(text, **UTF8)
-        temporary.replace(path)
-
-def read_log(path):
-    """Lines of metrics.jsonl or samples.jsonl; a last one that a kill has cut in two is left out."""
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
-
-def append_line(path, record):
-    """One JSON object, one write: a kill cannot leave two halves of a line apart."""
-    with open(path if RANK == 0 else os.devnull, "a", **UTF8) as file:
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-# --- Several processes: prompts are split by rank, gradients summed; what is logged or decided is of the whole batch ---
+# --- Several processes: prompts are split by rank, gradients summed; the log is of the whole batch
 
 def gather(value):
-    """[value of rank 0, of rank 1, ...], the same list on every rank; and the place where they wait for each other."""
+    """[value of rank 0, of rank 1, ...], the same list on every rank; and where they wait for each other."""
     parts = [value] * WORLD
     if WORLD > 1:
         with or_fail("the processes cannot talk, or another has ended", code=1):
@@ -1007,18 +956,7 @@ def add_up(tensors):
         for tensor in tensors if WORLD > 1 else ():
             torch.distributed.all_reduce(tensor)
 
-def evaluate(model, tokenizer, rows, flags, eos_ids, prompt="prompt_ids"):
-    """Greedy accuracy on `rows`: verified / all of them. Returns it with the completions."""
-    parts, batch = [], flags.prompts_per_step * flags.group_size
-    with m3.packed(model):
-        for i in range(RANK * batch, len(rows), WORLD * batch):
-            tokens, mask, _ = m3.sample(model, [r[prompt] for r in rows[i:i + batch]], 1, flags.max_new_tokens, 0.0,
-                                        eos_ids=eos_ids, pad_id=tokenizer.pad_token_id)
-            parts.append((i, m3.decode(tokenizer, tokens, mask)))
-    texts = [text for _, part in sorted(sum(gather(parts), [])) for text in part]
-    return sum(m3.verify(t, r["answer"], r["kind"]) for t, r in zip(texts, rows)) / len(rows), texts
-
-# --- The run ---------------------------------------------------------------------------------------------------------
+# --- Set-up ---------------------------------------------------------------------------------------
 
 class World(NamedTuple):
     """What a run starts from."""
@@ -1030,40 +968,6 @@ class World(NamedTuple):
     problems: list
     held_out: list
 
-def load(flags, device):
-    torch.set_num_threads(flags.threads or torch.get_num_threads()), transformers.utils.logging.disable_progress_bar()
-    own, dtype, other = flags.model in OWN_MODEL, getattr(torch, flags.dtype), None
-    rows = TASKS.get(flags.dataset, FILES).problems(flags)
-    parts = [rows["train"], rows[flags.eval_split]]
-    for turn in (False, True):  # rank 0 first: models that it makes or downloads, the others find
-        if turn == (RANK > 0):
-            base, tokenizer, eos_ids = load_model(toy_model(task=flags.model) if own else flags.model, dtype, device)
-            if flags.teacher != "privileged":  # another model, which reads the student's own prompt
-                path = toy_model(flags.teacher, flags.model) if flags.teacher in TOY_TEACHERS else flags.teacher
-                other, its_tokenizer, its_ends = load_model(path, dtype, device, "--teacher")
-                with or_fail(f"--teacher {flags.teacher} does not fit"):
-                    m3.check_teacher(tokenizer, its_tokenizer, (flags.model, flags.teacher),
-                                     [x.get_output_embeddings().weight.shape[0] for x in (base, other)])
-                if not its_ends <= eos_ids:  # where the student stops, such a teacher wants another word
-                    fail(f"--teacher {flags.teacher} ends with {sorted(its_ends)}, {flags.model} with"
-                         f" {sorted(eos_ids)}: the same end tokens are needed; set eos_token_id in its"
-                         " generation_config.json if it knows them")
-        gather(turn)
-    models = [base, other] if other else [base]
-    context = min(context_length(model.config) for model in models)
-    for model in models:
-        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10**9
-        if context_length(model.config) < longest:
-            print(f"the RoPE of {model.config.name_or_path} depends on the length beyond {context} tokens:"
-                  f" the length filter counts {context}, not {longest}")
-    shots = parts[0][:flags.few_shot]
-    problems, held_out = (encode_rows(rows, tokenizer, context, flags.max_new_tokens, shots,
-                                      "none" if other else flags.hint, flags.date) for rows in parts)
-    top = max(tokenizer.pad_token_id, *(max(r["prompt_ids"] + r["teacher_ids"]) for r in problems + held_out))
-    if top >= (known := base.get_input_embeddings().num_embeddings):
-        fail(f"--model {flags.model}: its tokenizer gives id {top}, it has {known} embeddings: not of one model")
-    return World(base, other, tokenizer, eos_ids, shots, problems, held_out[:flags.eval_limit])
-
 class Run(NamedTuple):
     """What a run trains, and with what."""
     model: torch.nn.Module  # the student
@@ -1071,36 +975,64 @@ class Run(NamedTuple):
     student: tuple  # (backbone, head) of each
     teacher: tuple
     params: list  # of the student, trainable
-    masters: list  # float32 copies: bf16 weights would swallow small steps; the very params where these are float32
+    masters: list  # float32: bf16 weights would swallow small steps; the very params where these are float32
     optimizer: torch.optim.Optimizer
     moving: Callable | None  # how the teacher follows the student, see m3.Method
 
-class Rollouts(NamedTuple):
-    """This process's share of a step: problems of its P/processes prompts, and the B responses to them."""
-    asked: list  # problem of each response [B]
-    tokens: torch.Tensor  # [B, N]
-    mask: torch.Tensor  # [B, N]
-    texts: list  # [B]
+def load_models(flags, device):
+    """(base, other, tokenizer, eos_ids), see World."""
+    dtype, path = getattr(torch, flags.dtype), flags.model
+    if path in TASKS:
+        path = toy_model(task=path)
+    base, tokenizer, eos_ids = load_model(path, dtype, device)
+    if flags.teacher == "privileged":
+        return base, None, tokenizer, eos_ids
+    path = toy_model(flags.teacher, flags.model) if flags.teacher in TOY_TEACHERS else flags.teacher
+    other, its_tokenizer, its_ends = load_model(path, dtype, device, "--teacher")
+    widths = [model.get_output_embeddings().weight.shape[0] for model in (base, other)]
+    with or_fail(f"--teacher {flags.teacher} does not fit"):  # it reads the student's own prompt
+        m3.check_teacher(tokenizer, its_tokenizer, (flags.model, flags.teacher), widths)
+    if not its_ends <= eos_ids:  # where the student stops, such a teacher wants another word
+        fail(f"--teacher {flags.teacher} ends with {sorted(its_ends)}, {flags.model} with {sorted(eos_ids)}:"
+             " they must be the same; set eos_token_id in its generation_config.json if it knows them")
+    return base, other, tokenizer, eos_ids
 
-class Progress(NamedTuple):
-    """Where a run stands."""
-    log: list  # lines of metrics.jsonl so far
-    s_bar: float | None
-    saved: list  # steps of the checkpoints that this run wrote
+def load(flags, device):
+    """The World of a run: rows, models, prompts."""
+    torch.set_num_threads(flags.threads or torch.get_num_threads())
+    transformers.utils.logging.disable_progress_bar()
+    print(f"loading {flags.dataset} problems and {flags.model} model", flush=True)
+    rows = TASKS[flags.dataset].problems(flags) if flags.dataset in TASKS else real_problems(flags)
+    for turn in (False, True):  # rank 0 first: models that it makes or downloads, the others find
+        if turn == (RANK > 0):
+            base, other, tokenizer, eos_ids = load_models(flags, device)
+        gather(turn)
+    context = min(context_length(model.config) for model in (base, other) if model)
+    shots, hint = rows["train"][:flags.few_shot], "none" if other else flags.hint
+    problems, held_out = (encode_rows(part, tokenizer, context, flags.max_new_tokens, shots, hint, flags.date)
+                          for part in (rows["train"], rows[flags.eval_split]))
+    top = max(tokenizer.pad_token_id, *(max(r["prompt_ids"] + r["teacher_ids"]) for r in problems + held_out))
+    known = base.get_input_embeddings().num_embeddings
+    if top >= known:
+        fail(f"--model {flags.model}: its tokenizer gives id {top}, it has {known} embeddings: no pair")
+    return World(base, other, tokenizer, eos_ids, shots, problems, held_out[:flags.eval_limit])
 
 def set_up(flags, world, device):
     """Student, teacher and optimizer as they are before the first step."""
-    world.base.requires_grad_(False)
-    if flags.lora_rank:  # adapters go into the base model itself: switched off, they leave its teacher without a second copy
-        model = m3.add_lora(world.base, flags.lora_rank, flags.seed)
+    base, other = world.base.requires_grad_(False), world.other
+    if flags.lora_rank:  # adapters go into the base model: off, they leave its teacher without a second copy
+        model = m3.add_lora(base, flags.lora_rank, flags.seed)
     else:
-        model = copy.deepcopy(world.base).requires_grad_(True)
-    teacher = world.other.requires_grad_(False) if world.other else world.base
-    # Dropout would make scoring differ from sampling, so eval mode it is, for good. The one exception is gradient
+        model = copy.deepcopy(base).requires_grad_(True)
+    teacher = other.requires_grad_(False) if other else base
+    # Dropout would make scoring differ from sampling: eval mode it is, for good. The exception is gradient
     # checkpointing, which transformers only does in training mode: try_out sets dropout to 0 instead.
     model.eval()
     teacher.eval()
-    try_out(model, world.other, world.tokenizer, flags)
+    try_out(model, other, flags)
+    # Its own sampling settings can be unfit to be saved again; no run uses them.
+    ids = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id")}
+    model.generation_config = transformers.GenerationConfig(**ids)
     with or_fail(f"--model {flags.model} cannot be trained with these flags", ValueError):
         student_parts, teacher_parts = m3.split_head(model), m3.split_head(teacher)
     params = [p for p in model.parameters() if p.requires_grad]
@@ -1109,19 +1041,59 @@ def set_up(flags, world, device):
     return Run(model, teacher, student_parts, teacher_parts, params, masters, optimizer,
                m3.METHODS[flags.method].move_teacher)
 
+def introduce(run, out, flags, device):
+    """The first lines of a run: what it is, on what, and how much memory its weights take."""
+    size = sum(p.numel() for p in run.params)
+    both = [p for model in {run.model, run.frozen} for p in model.parameters()]
+    held = (sum(p.numel() * p.element_size() for p in both) + 24 * size) / 2**30
+    print(f"{flags.method}, seed {flags.seed}, in {out}\n{device}, {torch.get_num_threads()} threads, {WORLD}"
+          f" process{'es' * (WORLD > 1)}, torch {torch.__version__}, transformers {transformers.__version__}")
+    print(f"{size:,} trainable parameters; weights, moments and gradients take about {held:.2g} GB")
+
+def evaluate(model, world, flags, prompt="prompt_ids"):
+    """Greedy accuracy on the held-out problems: verified / all of them. Returns it with the completions."""
+    parts, batch, rows = [], flags.prompts_per_step * flags.group_size, world.held_out
+    with m3.packed(model):
+        for i in range(RANK * batch, len(rows), WORLD * batch):
+            prompts = [row[prompt] for row in rows[i:i + batch]]
+            tokens, mask, _ = m3.sample(model, prompts, 1, flags.max_new_tokens, 0.0, eos_ids=world.eos_ids,
+                                        pad_id=world.tokenizer.pad_token_id)
+            parts.append((i, m3.decode(world.tokenizer, tokens, mask)))
+    texts = [text for _, part in sorted(sum(gather(parts), [])) for text in part]
+    right = sum(m3.verify(text, row["answer"], row["kind"]) for text, row in zip(texts, rows))
+    return right / len(rows), texts
+
+def start(run, world, out, flags):
+    """A fresh run: its settings, and the evaluation before training as line 0 of the log. Returns log, s_bar
+    and the steps of the checkpoints that this run wrote."""
+    rewrite(out, flags, [], [])
+    print(f"evaluating {len(world.held_out)} held-out problems before the first step", flush=True)
+    accuracy, _ = evaluate(run.model, world, flags)
+    line = dict.fromkeys(METRICS) | {"step": 0, "accuracy": accuracy, "seconds": 0.0}
+    append_line(out / "metrics.jsonl", line)
+    return [line], None, []
+
+def rewrite(out, flags, log, samples):
+    """config.json, what the run is from now on: the next --resume needs no flags. And the logs up to here."""
+    replace_text(out / "config.json", json.dumps(config_of(flags), indent=1))
+    for name, lines in ("metrics", log), ("samples", samples):
+        text = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines]
+        replace_text(out / f"{name}.jsonl", "".join(text))
+
 def resume(run, out, flags):
-    """Put back what the newest checkpoint holds. What else there is stands in the log; its later lines are dropped."""
+    """Put back what the newest checkpoint holds and cut the log behind it. Returns what `start` does."""
     newest = newest_checkpoint(out)
-    print(f"goes on from {newest}")
+    print(f"goes on from {newest}", flush=True)
     with or_fail(f"--resume: cannot read a checkpoint of {out} with these flags; to take an earlier one:"
                  f" ln -sfn checkpoint-N {out}/last"):
         saved = torch.load(newest / "trainer.pt", map_location="cpu", weights_only=True)
         if flags.lora_rank:
             run.model.load_state_dict(saved["adapter"], strict=False)
         else:
-            run.model.load_state_dict(type(run.model).from_pretrained(newest, dtype=run.model.dtype).state_dict())
+            weights = type(run.model).from_pretrained(newest, dtype=run.model.dtype).state_dict()
+            run.model.load_state_dict(weights)
         run.optimizer.load_state_dict(saved["optimizer"])
-        run.optimizer.param_groups[0] |= {"lr": flags.lr, "weight_decay": flags.weight_decay}  # flags given again win
+        run.optimizer.param_groups[0].update(lr=flags.lr, weight_decay=flags.weight_decay)  # the flags win
         copies = [master for master, p in zip(run.masters, run.params) if master is not p]
         for master, value in zip(copies, saved["masters"]):
             master.data.copy_(value)
@@ -1130,36 +1102,36 @@ def resume(run, out, flags):
                         for name in ("metrics", "samples"))
         assert [line["step"] for line in log] == list(range(saved["step"] + 1)), "metrics.jsonl lacks steps"
     steps_left(flags, log)  # says what is wrong before anything is written
-    if RANK == 0:
-        sweep(out)
-    write_config(out, flags)
-    for name, lines in ("metrics", log), ("samples", samples):
-        replace_text(out / f"{name}.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    return Progress(log, saved["s_bar"], saved["saved"])
+    for rest in out.glob(f".*{TEMPORARY}") if RANK == 0 else ():  # a killed process left it
+        shutil.rmtree(rest, ignore_errors=True)
+        rest.unlink(missing_ok=True)
+    rewrite(out, flags, log, samples)
+    return log, saved["s_bar"], saved["saved"]
 
-def start(run, world, out, flags):
-    """A fresh run: its settings, and the evaluation before training as line 0 of the log."""
-    write_config(out, flags)
-    for name in "metrics", "samples":
-        replace_text(out / f"{name}.jsonl", "")
-    accuracy, _ = evaluate(run.model, world.tokenizer, world.held_out, flags, world.eos_ids)
-    line = dict.fromkeys(METRICS) | {"step": 0, "accuracy": accuracy, "seconds": 0.0}
-    append_line(out / "metrics.jsonl", line)
-    return Progress([line], None, [])
+# --- One step -------------------------------------------------------------------------------------
+
+class Rollouts(NamedTuple):
+    """This process's share of a step: problems of its P/processes prompts, and the B responses to them."""
+    asked: list  # problem of each response [B]
+    tokens: torch.Tensor  # [B, N]
+    mask: torch.Tensor  # [B, N]
+    texts: list  # [B]
 
 def roll_out(run, world, flags, problems, generator):
-    """G responses to each of this process's problems. Every response has random numbers of its own, fixed by the step."""
-    group, mine = flags.group_size, slice(RANK * len(problems) // WORLD, (RANK + 1) * len(problems) // WORLD)
-    uniforms = torch.rand(len(problems), group, flags.max_new_tokens, generator=generator)[mine].flatten(0, 1)
+    """G responses to each of this process's problems, each by random numbers of its own, fixed by step."""
+    group, count = flags.group_size, len(problems)
+    mine = slice(RANK * count // WORLD, (RANK + 1) * count // WORLD)
+    uniforms = torch.rand(count, group, flags.max_new_tokens, generator=generator)[mine].flatten(0, 1)
     prompts = [problem["prompt_ids"] for problem in problems[mine]]
     with m3.packed(run.model):
-        tokens, mask, _ = m3.sample(run.model, prompts, group, flags.max_new_tokens, flags.temperature, uniforms=uniforms,
-                                    eos_ids=world.eos_ids, pad_id=world.tokenizer.pad_token_id)  # [B, N]
+        tokens, mask, _ = m3.sample(  # [B, N]
+            run.model, prompts, group, flags.max_new_tokens, flags.temperature, uniforms=uniforms,
+            eos_ids=world.eos_ids, pad_id=world.tokenizer.pad_token_id)
     asked = [problem for problem in problems[mine] for _ in range(group)]
     return Rollouts(asked, tokens, mask, m3.decode(world.tokenizer, tokens, mask))
 
 def to_batch(rollouts, rewards, world, flags):
-    """What m3.m3_step needs of the rollouts. Weights and advantages are of the whole step, of all processes."""
+    """What m3.m3_step needs of the rollouts. Weights and advantages are of the whole step, all processes'."""
     group, asked = flags.group_size, rollouts.asked
     advantages = m3.group_advantages(rewards, group, flags.std)  # [B]
     total = sum(gather(rollouts.mask.sum().item())) if flags.reduction == "token" else None
@@ -1167,15 +1139,16 @@ def to_batch(rollouts, rewards, world, flags):
     hints = [problem["teacher_ids"] for problem in asked]
     if flags.method == "sdpo":  # its teacher reads a successful other response; a row without one is masked
         siblings = m3.sdpo_siblings(rewards.tolist(), group)
-        texts = [m3.prompt_text(world.tokenizer, problem, world.shots, rollouts.texts[sibling or 0], flags.date)
-                 for problem, sibling in zip(asked, siblings)]
-        hints = m3.encode(world.tokenizer, texts)
+        shown = [rollouts.texts[sibling or 0] for sibling in siblings]
+        hints = m3.encode(world.tokenizer, [
+            m3.prompt_text(world.tokenizer, problem, world.shots, text, flags.date)
+            for problem, text in zip(asked, shown)])
         weights[[sibling is None for sibling in siblings]] = 0.0
     prompts = [problem["prompt_ids"] for problem in asked]
     return m3.Batch(prompts, hints, rollouts.tokens, rollouts.mask, advantages, weights)
 
 def take_step(run, update, clip):
-    """AdamW on the float32 masters. Returns the gradient's norm before clipping; if it is not finite, nothing moves."""
+    """AdamW on the float32 masters, if the gradient is finite. Returns its norm before clipping."""
     for master, grad in zip(run.masters, update):
         master.grad = grad
     norm = torch.nn.utils.clip_grad_norm_(run.masters, clip).item()
@@ -1185,44 +1158,100 @@ def take_step(run, update, clip):
             torch._foreach_copy_(run.params, run.masters)
     return norm
 
+METRICS = ["step", "reward", "accuracy", "loss_R", "loss_D", "grad_norm", "kappa", "phi", "conflict",
+           "conflict_deadband", "conflict_rewarded", "alpha_eff", "zero_advantage", "clipped", "entropy",
+           "length", "truncated", "mu", "lr", "tokens_per_second", "seconds", "collapsed"]
+
 def log_line(step, flags, rollouts, rewards, batch, result, eos_ids):
-    """The step's line of metrics.jsonl, of all processes' responses; the README's glossary explains each key."""
-    ended = torch.isin(batch.tokens, torch.tensor(sorted(eos_ids), device=batch.tokens.device)) & batch.mask
-    misled = torch.tensor(["misled" in problem for problem in rollouts.asked], device=batch.tokens.device)
+    """The step's line of metrics.jsonl, of all processes' responses; the README's glossary explains each key.
+    -> line, {column: of all tokens or all responses}."""
+    device = batch.tokens.device
+    ended = torch.isin(batch.tokens, torch.tensor(sorted(eos_ids), device=device)) & batch.mask
+    misled = torch.tensor(["misled" in problem for problem in rollouts.asked], device=device)
     mine = result.seen | dict(misled=misled[result.seen["row"]], reward=rewards, length=batch.mask.sum(1),
-                              ended=ended.any(1), zero_advantage=batch.advantages == 0)
+                              truncated=~ended.any(1), zero_advantage=batch.advantages == 0)
     parts = gather({name: column.cpu() for name, column in mine.items()})
-    seen = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}  # [all tokens] or [all responses]
-    shape = result.geometry or dict.fromkeys(["norm_D", "kappa", "phi"])
-    line = dict.fromkeys(METRICS) | {
-        "step": step, "kappa": shape["kappa"], "phi": shape["phi"], "lr": flags.lr,
-        "loss_R": -(seen["weight"] * seen["advantage"] * seen["logp"]).sum().item(),
-        "alpha_eff": seen["alpha"].mean().item(), "truncated": (~seen["ended"]).float().mean().item()}
-    for name in "reward", "zero_advantage", "entropy", "length":
+    seen = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    shape, weight, rewarded = result.geometry or {}, seen["weight"], seen["advantage"] != 0
+    line = dict.fromkeys(METRICS) | {"step": step, "lr": flags.lr, "kappa": shape.get("kappa"),
+                                     "phi": shape.get("phi")}
+    line["loss_R"] = -(weight * seen["advantage"] * seen["logp"]).sum().item()
+    line["alpha_eff"] = seen["alpha"].mean().item()
+    for name in "reward", "zero_advantage", "entropy", "length", "truncated":
         line[name] = seen[name].float().mean().item()
     if "divergence" in seen:  # null where nobody asked the teacher
         largest = (flags.tau or math.inf) * flags.distill_scale
-        line["loss_D"] = (seen["weight"] * seen["divergence"].clamp(max=largest)).sum().item()
+        line["loss_D"] = (weight * seen["divergence"].clamp(max=largest)).sum().item()
         line["clipped"] = seen["clipped"].float().mean().item()
-        if shape["norm_D"] and line["loss_D"] > 0:
+        if shape.get("norm_D") and line["loss_D"] > 0:
             line["mu"] = ntk.learning_signal(shape["norm_D"], line["loss_D"])
     if "K" in seen:
-        every, rewarded = torch.ones_like(seen["K"]), seen["advantage"] != 0
-        line |= ntk.conflict_share(seen["K"], seen["cos"], every, rewarded)
+        line |= ntk.conflict_share(seen["K"], seen["cos"], torch.ones_like(seen["K"]), rewarded)
     if seen["misled"].any():  # the gate at work: the teacher's share where it errs, and where it does not
         for name, where in ("misled", seen["misled"]), ("honest", ~seen["misled"]):
-            where = where & (seen["advantage"] != 0)
-            line[f"alpha_{name}"] = seen["alpha"][where].mean().item() if where.any() else None
+            alpha = seen["alpha"][where & rewarded]
+            line[f"alpha_{name}"] = alpha.mean().item() if len(alpha) else None
     return line, seen
 
-def train(flags):
-    """sample -> reward -> score, conflict, seed, backward -> step -> log -> save. Returns the summary."""
+def keep_samples(out, step, problems, rollouts, batch, seen, tokenizer, rewards):
+    """samples.jsonl: every reply, and of one group each token for the report: [text, cos phi_n, alpha_n]."""
+    texts, group = sum(gather(rollouts.texts), []), len(rewards) // len(problems)
+    mixed = (batch.advantages != 0).nonzero()[:, 0].tolist()
+    first = mixed[0] // group * group if mixed else 0  # the first group with a reward signal
+    cos, alpha = seen.get("cos", torch.zeros_like(seen["alpha"])), seen["alpha"]
+    looked = []
+    for row in range(first, first + group):
+        here = seen["row"] == row
+        words = [tokenizer.decode([token]) for token in batch.tokens[row][batch.mask[row]].tolist()]
+        looked.append([list(word) for word in zip(words, cos[here].tolist(), alpha[here].tolist())])
+    for i, problem in enumerate(problems):
+        its = slice(i * group, (i + 1) * group)
+        line = {"step": step, "prompt": problem["question"], "answer": problem["answer"],
+                "completions": texts[its], "rewards": rewards[its]}
+        if i * group == first:
+            line |= {"advantages": batch.advantages[its].tolist(), "tokens": looked}
+        append_line(out / "samples.jsonl", line)
+
+def keep_broken(out, step, grad_norm, rollouts, rewards):
+    batch = dict(step=step, tokens=rollouts.tokens, mask=rollouts.mask, rewards=rewards)
+    torch.save(batch, out / f"non-finite-{step}-rank-{RANK}.pt")
+    tqdm.write(f"step {step}: gradient norm is {grad_norm}; step not applied, batch saved in {out}")
+
+def show_progress(bar, log, left):
+    """A bar on a terminal; in a log file a plain line now and then. left: the steps of this start."""
+    line, steps = log[-1], left[-1]
+    if line["step"] == left[0] and line["truncated"] == line["zero_advantage"] == 1:
+        tqdm.write("every reply is cut at --max-new-tokens and none is paid more than another: raise it")
+    accuracy = next(x["accuracy"] for x in reversed(log) if x["accuracy"] is not None)
+    bar.set_postfix_str(f"reward {line['reward']:.2f} accuracy {accuracy:.2f}", refresh=False)
+    bar.update()
+    if bar.disable and RANK == 0 and (due(max(steps // 20, 1), line["step"]) or line["step"] == steps):
+        print(f"step {line['step']} of {steps}: reward {line['reward']:.3f}, accuracy {accuracy:.3f},"
+              f" {line['seconds']:.0f} s", flush=True)
+
+def show_replies(step, problems, texts):
+    for problem, text in zip(problems[:2], texts):
+        tqdm.write(textwrap.shorten(f"[{step}] {problem['question']} (right: {problem['answer']})", 78))
+        tqdm.write(textwrap.shorten(f"    {text!r}", 78, initial_indent="    "))
+
+def due(every, step):
+    return every > 0 and step % every == 0
+
+# --- The run --------------------------------------------------------------------------------------
+
+def find_device(flags):
+    """The device of this process; with torchrun, the processes know each other from here on."""
     with or_fail(f"--device {flags.device} cannot be used"):
         if WORLD > 1:
             torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in flags.device else "gloo")
-            sys.stdout = sys.stdout if RANK == 0 else open(os.devnull, "w")
+            if RANK > 0:
+                sys.stdout = io.StringIO()
         here = f":{os.environ['LOCAL_RANK']}" if WORLD > 1 and flags.device == "cuda" else ""
-        device = torch.empty(0, device=flags.device + here).device
+        return torch.empty(0, device=flags.device + here).device
+
+def train(flags):
+    """sample -> reward -> score, conflict, seed, backward -> step -> log -> save. Returns the summary."""
+    device = find_device(flags)
     out = pathlib.Path(gather(flags.out)[0])
     world = load(flags, device)
     run = set_up(flags, world, device)
@@ -1232,40 +1261,42 @@ def train(flags):
     log, s_bar, saved = resume(run, out, flags) if flags.resume else start(run, world, out, flags)
     settings = m3.Settings(**{name: vars(flags)[name] for name in m3.Settings._fields if name in vars(flags)})
     settings = settings._replace(eta_in=flags.eta_in * flags.lr)
-    memory = dict(micro_batch=flags.micro_batch, chunk=flags.vocab_chunk, checkpointing=flags.gradient_checkpointing)
+    memory = {"micro_batch": flags.micro_batch, "chunk": flags.vocab_chunk,
+              "checkpointing": flags.gradient_checkpointing}
     broken = 0
     left = steps_left(flags, log)
-    bar = tqdm(initial=len(log) - 1, total=flags.steps, ncols=78, disable=None)  # None: no bar in a log file
+    quiet = True if RANK else None  # None: no bar in a log file
+    bar = tqdm(initial=len(log) - 1, total=flags.steps, ncols=78, disable=quiet)
     for step in left:
         tick = time.time()
 
-        # --- 1. sample: G responses to each of P problems ------------------------------------------------------------
+        # --- 1. sample: G responses to each of P problems ---
         drawn = m3.draw_problems(len(world.problems), flags.prompts_per_step, flags.seed, step)
         problems = [world.problems[i] for i in drawn]
         generator = torch.Generator().manual_seed(flags.seed * 1_000_003 + step)
         rollouts = roll_out(run, world, flags, problems, generator)
 
-        # --- 2. reward: the verifier pays 0 or 1; the group is its own baseline --------------------------------------
+        # --- 2. reward: the verifier pays 0 or 1; the group is its own baseline ---
         paid = [m3.verify(text, problem["answer"], problem["kind"])
                 for text, problem in zip(rollouts.texts, rollouts.asked)]
         rewards = torch.tensor(paid, dtype=torch.float32, device=device)  # [B]
         batch = to_batch(rollouts, rewards, world, flags)
 
-        # --- 3. score, find the conflicts, seed, go backward, combine ------------------------------------------------
+        # --- 3. score, find the conflicts, seed, go backward, combine ---
         kdr = None  # the isotropic kernel needs no model
         if flags.kernel != "logit":
             kdr = functools.partial(ntk.kdr_flat, run.model, kernel=flags.kernel, chunk=flags.vocab_chunk,
                                     generator=generator)
-        result = m3.m3_step(
-            run.student, run.teacher, batch, flags.method, run.params, settings._replace(step=step, generator=generator),
-            s_bar, kdr, due(flags.stats_every, step), due(flags.kdr_every, step), add_up, **memory)
+        result = m3.m3_step(run.student, run.teacher, batch, flags.method, run.params,
+                            settings._replace(step=step, generator=generator), s_bar, kdr,
+                            due(flags.stats_every, step), due(flags.kdr_every, step), add_up, **memory)
         s_bar = result.s_bar
         extra = {}
         if due(flags.occupancy_every, step):
-            extra = ntk.occupancy_step(run.student, run.teacher, batch, run.params, settings, flags.group_size, add_up,
-                                       **memory)
+            extra = ntk.occupancy_step(run.student, run.teacher, batch, run.params, settings,
+                                       flags.group_size, add_up, **memory)
 
-        # --- 4. step -------------------------------------------------------------------------------------------------
+        # --- 4. step ---
         grad_norm = take_step(run, result.update, flags.clip)
         broken = 0 if math.isfinite(grad_norm) else broken + 1
         if broken:
@@ -1274,19 +1305,18 @@ def train(flags):
             with torch.no_grad():
                 run.moving(list(run.frozen.parameters()), run.params, step)
 
-        # --- 5. log --------------------------------------------------------------------------------------------------
+        # --- 5. log ---
         line, seen = log_line(step, flags, rollouts, rewards, batch, result, world.eos_ids)
         line = finite(line | extra | {"grad_norm": grad_norm})
         line["collapsed"] = step >= 10 and all(x["reward"] < 0.05 for x in [*log[-9:], line])
         done = step == flags.steps or (flags.stop_on_collapse and line["collapsed"])
         evaluated = due(flags.eval_every, step) or done
         if evaluated:
-            line["accuracy"], greedy = evaluate(run.model, world.tokenizer, world.held_out, flags, world.eos_ids)
-            for problem, text in list(zip(world.held_out, greedy))[:2]:
-                tqdm.write(textwrap.shorten(f"[{step}] {problem['question']} (right: {problem['answer']})", 78))
-                tqdm.write(textwrap.shorten(f"    {text!r}", 78, initial_indent="    "))
+            line["accuracy"], texts = evaluate(run.model, world, flags)
+            show_replies(step, world.held_out, texts)
         if evaluated or step in (1, flags.steps // 2):
-            keep_samples(out, step, problems, rollouts, batch, result.seen, world.tokenizer, seen["reward"].tolist())
+            keep_samples(out, step, problems, rollouts, batch, result.seen, world.tokenizer,
+                         seen["reward"].tolist())
         line["seconds"] = log[-1]["seconds"] + time.time() - tick
         line["tokens_per_second"] = seen["length"].sum().item() / (time.time() - tick)
         log.append(line)
@@ -1295,7 +1325,7 @@ def train(flags):
         if broken == 3:
             fail("three non-finite steps in a row: lower --lr, or start from the last checkpoint", code=1)
 
-        # --- 6. save -------------------------------------------------------------------------------------------------
+        # --- 6. save ---
         stop = max(gather(interrupted[0] if interrupted else 0))  # a signal to one is a signal to all
         if due(flags.save_every, step) or done or stop:
             saved.append(step)
@@ -1308,186 +1338,176 @@ def train(flags):
         if done:
             break
     bar.close()
-    summary = summarize(out, flags, log, len(world.held_out), finish(run, world, out, flags, log, saved))
+    return end(run, world, out, flags, log, saved)
+
+def finite(line):
+    odd = [name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
+    return line | dict.fromkeys(odd)
+
+# --- After the last step: summary, picture, report ------------------------------------------------
+
+def end(run, world, out, flags, log, saved):
+    """What is left of a run. Returns its summary."""
+    extra = finish(run, world, out, flags, log, saved)
+    summary = summarize(out, flags, log, len(world.held_out), extra)
     if RANK == 0:
-        plot([out], out / "curves.png")
+        with contextlib.suppress(ModuleNotFoundError):  # no matplotlib, no picture
+            plot([out], out / "curves.png")
         report(out)
     return summary
 
-def due(every, step):
-    return every > 0 and step % every == 0
-
-def finite(line):
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
-
-def introduce(run, out, flags, device):
-    """The first lines of a run: what it is, on what, and how much memory its weights take."""
-    size = sum(p.numel() for p in run.params)
-    held = sum(p.numel() * p.element_size() for model in {run.model, run.frozen} for p in model.parameters()) + 24 * size
-    print(f"{flags.method}, seed {flags.seed}, in {out}\n{device}, {torch.get_num_threads()} threads, {WORLD}"
-          f" process{'es' * (WORLD > 1)}, torch {torch.__version__}, transformers {transformers.__version__}\n"
-          f"{size:,} trainable parameters; weights, moments and gradients take about {held / 2**30:.2g} GB")
-
-def keep_broken(out, step, grad_norm, rollouts, rewards):
-    batch = dict(step=step, tokens=rollouts.tokens, mask=rollouts.mask, rewards=rewards)
-    torch.save(batch, out / f"non-finite-{step}-rank-{RANK}.pt")
-    tqdm.write(f"step {step}: gradient norm is {grad_norm}; step not applied, batch saved in {out}")
-
-def keep_samples(out, step, problems, rollouts, batch, seen, tokenizer, rewards):
-    """samples.jsonl: every reply of the step, and one group token by token for the report: [text, cos phi_n, alpha_n]."""
-    texts, group = sum(gather(rollouts.texts), []), len(rewards) // len(problems)
-    mixed = (batch.advantages != 0).nonzero()[:, 0].tolist()
-    first = mixed[0] // group * group if mixed else 0  # the first group with a reward signal
-    cos, alpha = seen.get("cos", torch.zeros_like(seen["alpha"])), seen["alpha"]
-    looked = []
-    for row in range(first, first + group):
-        here = seen["row"] == row
-        words = [tokenizer.decode([token]) for token in batch.tokens[row][batch.mask[row]].tolist()]
-        looked.append([list(word) for word in zip(words, cos[here].tolist(), alpha[here].tolist())])
-    for i, problem in enumerate(problems):
-        its = slice(i * group, (i + 1) * group)
-        line = {"step": step, "prompt": problem["question"], "answer": problem["answer"], "completions": texts[its],
-                "rewards": rewards[its]}
-        if i * group == first:
-            line |= {"advantages": batch.advantages[its].tolist(), "tokens": looked}
-        append_line(out / "samples.jsonl", line)
-
-def show_progress(bar, log, left):
-    """A bar on a terminal; in a log file a plain line now and then. left: the steps of this start of the run."""
-    line, steps = log[-1], left[-1]
-    if line["step"] == left[0] and line["truncated"] == line["zero_advantage"] == 1:
-        tqdm.write("every reply is cut at --max-new-tokens and none is paid more than another: raise it")
-    accuracy = next(x["accuracy"] for x in reversed(log) if x["accuracy"] is not None)
-    bar.set_postfix_str(f"reward {line['reward']:.2f} accuracy {accuracy:.2f}", refresh=False)
-    bar.update()
-    if bar.disable and RANK == 0 and (due(max(steps // 20, 1), line["step"]) or line["step"] == steps):
-        print(f"step {line['step']} of {steps}: reward {line['reward']:.3f}, accuracy {accuracy:.3f},"
-              f" {line['seconds']:.0f} s", flush=True)
-
 def finish(run, world, out, flags, log, saved):
-    """What is measured once, after the last step: how a distillation stalled [VLS], and the mean of two checkpoints."""
-    extra, kind, prompts = {}, type(world.base), [row["prompt_ids"] for row in world.held_out]
+    """What is measured once: how a distillation stalled [VLS], and the mean of two checkpoints."""
+    extra, base, other, prompts = {}, world.base, world.other, [row["prompt_ids"] for row in world.held_out]
 
     def load_checkpoint(folder):
-        return kind.from_pretrained(folder, dtype=world.base.dtype).to(world.base.device).eval()
+        return type(base).from_pretrained(folder, dtype=base.dtype).to(base.device).eval()
 
     if flags.method == "opd":
+        print("measuring how far the distillation came", flush=True)
         losses, norms = ([line[key] for line in log[1:]] for key in ("loss_D", "grad_norm"))
         extra["signal_drop"] = ntk.signal_drop(losses, norms, 30) if len(losses) > 30 else None
-        with m3.lora_off(world.base):  # base: as it was before the first step
-            extra["accuracy_teacher"], _ = evaluate(run.frozen, world.tokenizer, world.held_out, flags, world.eos_ids,
-                                                    "teacher_ids")
-            extra |= ntk.stall(world.base, load_checkpoint(newest_checkpoint(out)), prompts, losses)
-            if world.other and type(world.other) is kind and world.other.config.hidden_size == world.base.config.hidden_size:
-                moved = ntk.stall(world.base, world.other, prompts, losses)  # how far RL moved the self-RL teacher
+        with m3.lora_off(base):  # as it was before the first step
+            extra["accuracy_teacher"], _ = evaluate(run.frozen, world, flags, "teacher_ids")
+            extra |= ntk.stall(base, load_checkpoint(newest_checkpoint(out)), prompts, losses)
+            if type(other) is type(base) and other.config.hidden_size == base.config.hidden_size:
+                moved = ntk.stall(base, other, prompts, losses)  # how far RL moved the self-RL teacher
                 extra |= {"d_par_teacher": moved["d_par"], "cka_min_teacher": moved["cka_min"]}
     if flags.swa:  # of merged weights: with LoRA, the mean of A times the mean of B would be another model
-        both = [load_checkpoint(folder) for folder in swa_folders(out, saved)]
+        folders = [out / f"checkpoint-{step}" for step in saved]  # this run's: none abandoned by going back
+        whole = [folder for folder in folders if complete(folder)]
+        both = [load_checkpoint(folder) for folder in whole[-2:]]
         for same in zip(*(model.parameters() for model in both)):
             same[0].data = torch.stack(same).detach().mean(0)
-        extra["accuracy_swa"], _ = evaluate(both[0], world.tokenizer, world.held_out, flags, world.eos_ids)
+        extra["accuracy_swa"], _ = evaluate(both[0], world, flags)
     return extra
 
 def mean(values):
-    values = [v for v in values if v is not None]
+    values = [value for value in values if value is not None]
     return sum(values) / len(values) if values else None
 
 def summarize(out, flags, log, held_out, extra):
     """summary.json and the table a user sees at the end."""
     steps, accuracy = log[1:], [line["accuracy"] for line in log if line["accuracy"] is not None]
+    before, after, count = accuracy[0], accuracy[-1], log[-1]["step"]
+    if extra.get("accuracy_teacher", before) != before:
+        extra["gap_recovery"] = (after - before) / (extra["accuracy_teacher"] - before)
+    first, last = (mean(line["reward"] for line in part) for part in (steps[:20], steps[-20:]))
     at = next((line["step"] for line in steps if line["collapsed"]), None)
-    if extra.get("accuracy_teacher", accuracy[0]) != accuracy[0]:
-        extra["gap_recovery"] = (accuracy[-1] - accuracy[0]) / (extra["accuracy_teacher"] - accuracy[0])
-    summary = {"method": flags.method, "seed": flags.seed, "steps": log[-1]["step"], "accuracy_start": accuracy[0],
-               "accuracy_end": accuracy[-1], "reward_first20": mean(line["reward"] for line in steps[:20]),
-               "reward_last20": mean(line["reward"] for line in steps[-20:]),
-               "kappa_mean": mean(line["kappa"] for line in steps), "conflict_mean": mean(line["conflict"] for line in steps),
-               "conflict_rewarded_mean": mean(line["conflict_rewarded"] for line in steps), "collapsed_at": at, "seconds": log[-1]["seconds"], **extra}
+    summary = {"method": flags.method, "seed": flags.seed, "steps": count, "accuracy_start": before,
+               "accuracy_end": after, "reward_first20": first, "reward_last20": last, "collapsed_at": at,
+               "seconds": log[-1]["seconds"], **extra}
+    for name in "kappa", "conflict", "conflict_rewarded":
+        summary[f"{name}_mean"] = mean(line[name] for line in steps)
     replace_text(out / "summary.json", json.dumps(summary, indent=1))
     print(f"""
-                      before    after
-greedy accuracy       {summary['accuracy_start']:6.3f}   {summary['accuracy_end']:6.3f}   ({held_out} held-out problems)
-sampled reward        {summary['reward_first20']:6.3f}   {summary['reward_last20']:6.3f}   (mean of the first and last {min(20, len(steps))} steps)
-collapsed             {'no' if at is None else f'at step {at}'}, {summary['steps']} steps in {summary['seconds']:.0f} seconds
-files                 {out}: metrics.jsonl, samples.jsonl, summary.json, last/ (from_pretrained loads it)""")
+                  before   after
+greedy accuracy   {before:6.3f}  {after:6.3f}  ({held_out} held-out problems)
+sampled reward    {first:6.3f}  {last:6.3f}  (mean of the first and last {min(20, count)} steps)
+collapsed         {'no' if at is None else f'at step {at}'}, {count} steps in {summary['seconds']:.0f} seconds
+look at           {out}/report.html
+beside it         summary.json, curves.png, metrics.jsonl, samples.jsonl, and
+                  last/, the model: from_pretrained loads it""")
     return summary
 
+PAGE = """<!DOCTYPE html><meta charset="utf-8"><title>M3 run</title>
+<style>body{font:15px/1.5 sans-serif;max-width:1100px;margin:2em auto;padding:0 1em} img{width:100%}
+.reply{font:14px/2.1 monospace} .reply span{padding:3px 5px} td{padding:0 1em 0 0}</style>"""
+COLOURS = """<h2>Where teacher and reward agree (blue) and where they conflict (red)</h2>
+<p>Colour: cos &phi;<sub>n</sub> of each sampled token; grey where there is no reward signal. Point at a token
+for its numbers; &alpha;<sub>n</sub> is the teacher's share.</p>"""
+
 def report(out):
-    """OUT/report.html: a run as one page that loads nothing: its curves, replies token by token, its settings."""
-    config, summary = (json.loads((out / f"{name}.json").read_text(encoding="utf-8")) for name in ("config", "summary"))
+    """OUT/report.html: a run as one page that loads nothing: curves, replies token by token, settings."""
+    config, summary = read_json(out / "config.json"), read_json(out / "summary.json")
     looked = [line for line in read_log(out / "samples.jsonl") if "tokens" in line]
-    page = ['<!DOCTYPE html><meta charset="utf-8"><title>M3 run</title>',
-            "<style>body{font:15px/1.5 sans-serif;max-width:1100px;margin:2em auto;padding:0 1em} img{width:100%}",
-            ".reply{font:14px/2.1 monospace} .reply span{padding:3px 5px} td{padding:0 1em 0 0}</style>",
-            f"<h1>{html.escape(config['method'])}, {summary['steps']} steps</h1>",
-            f"<p>Greedy accuracy {summary['accuracy_start']:.3f} before, {summary['accuracy_end']:.3f} after.</p>"]
+    before, after = summary["accuracy_start"], summary["accuracy_end"]
+    page = [PAGE, f"<h1>{html.escape(config['method'])}, {summary['steps']} steps</h1>",
+            f"<p>Greedy accuracy {before:.3f} before, {after:.3f} after.</p>"]
     if (out / "curves.png").exists():
         picture = base64.b64encode((out / "curves.png").read_bytes()).decode()
         page.append(f'<img alt="curves" src="data:image/png;base64,{picture}">')
-    page.append("<h2>Where teacher and reward agree (blue) and fight (red)</h2>"
-                "<p>Colour: cos &phi;<sub>n</sub> of each sampled token; grey where there is no reward signal. "
-                "Point at a token for its numbers; &alpha;<sub>n</sub> is the teacher's share.</p>")
-    for line in [looked[i] for i in sorted({0, len(looked) // 2, len(looked) - 1})] if looked else ():
-        page.append(f"<h3>Step {line['step']}: {html.escape(line['prompt'])} (right: {html.escape(line['answer'])})</h3>")
+    page.append(COLOURS)
+    for i in sorted({0, len(looked) // 2, len(looked) - 1}) if looked else ():
+        line = looked[i]
+        title = html.escape(f"Step {line['step']}: {line['prompt']} (right: {line['answer']})")
+        page.append(f"<h3>{title}</h3>")
         for tokens, paid, advantage in zip(line["tokens"], line["rewards"], line["advantages"]):
-            words = [(text.replace("\n", "\u21b5"), cos, f"cos {cos:+.3f}, alpha {alpha:.3f}") for text, cos, alpha in tokens]
-            share = sum(alpha for _, _, alpha in tokens) / len(tokens)
+            share = mean(alpha for _, _, alpha in tokens)
+            words = [(text.replace("\n", "\u21b5"), cos, f"cos {cos:+.3f}, alpha {alpha:.3f}")
+                     for text, cos, alpha in tokens]
             page.append(f"<p>reward {paid:.0f}, A = {advantage:+.2f}, mean &alpha; {share:.3f}<br>"
                         f'<span class="reply">{ntk.heat_html(words)}</span></p>')
-    rows = "".join(f"<tr><td>--{name.replace('_', '-')}<td>{html.escape(str(value))}" for name, value in config.items())
-    page.append(f"<details><summary>Settings</summary><table>{rows}</table></details>")
+    rows = [f"<tr><td>{dashed(name)}<td>{html.escape(str(value))}" for name, value in config.items()]
+    page.append(f"<details><summary>Settings</summary><table>{''.join(rows)}</table></details>")
     replace_text(out / "report.html", "\n".join(page))
 
-def smooth(log, key, window, middle):
-    """{step: mean (or median, if `middle`) of the last `window` known values}."""
-    recent, curve = [], {}
-    for line in log:
-        if line.get(key) is not None:
-            recent = [*recent, line[key]][-window:]
-            curve[line["step"]] = sorted(recent)[len(recent) // 2] if middle else mean(recent)
-    return curve
+# Panels of a picture: key in the log, title, over how many steps, scale; the last one's x is not the step.
+PANELS = [("reward", "sampled reward, mean of 10 steps", 10, "linear"),
+          ("accuracy", "greedy accuracy", 1, "linear"),
+          ("kappa", r"$\kappa = |g_R|\,/\,|g_D|$, mean of 10; dotted: 5000", 10, "log"),
+          ("conflict", "conflict share, mean of 10 steps", 10, "linear")]
+TEACHER_PANELS = [("loss_D", "distillation loss L, median of 9 steps", 9, "log"), PANELS[1],  # those of [VLS]
+                  ("mu", r"$\mu = |g|^2\,/\,2L$, median of 9 steps", 9, "log"),
+                  ("mu", r"$\mu$ against the share of L that remains", 9, "log")]
 
-PANELS = [("reward", "sampled reward, mean of 10 steps", 10), ("accuracy", "greedy accuracy", 1),
-          ("kappa", "kappa = |g_R| / |g_D|, mean of 10", 10), ("conflict", "conflict share, mean of 10", 10)]
-TEACHER_PANELS = [("loss_D", "distillation loss, median of 9 steps", 9), ("accuracy", "greedy accuracy", 1),
-                  ("mu", "mu = |g|^2 / 2L, median of 9 steps", 9)]  # those of [VLS]
+def curve(runs, key, window, middle):
+    """{step: [of each run, the mean (or median, if `middle`) of the last `window` known values]}."""
+    points = {}
+    for log in runs:
+        recent = []
+        for line in log:
+            if line.get(key) is not None:
+                recent = [*recent, line[key]][-window:]
+                value = sorted(recent)[len(recent) // 2] if middle else mean(recent)
+                points.setdefault(line["step"], []).append(value)
+    return dict(sorted(points.items()))
 
-def plot(folders, file):
-    """Panels from logs alone: a line per method or, if they differ, teacher, mean and range over seeds."""
-    with or_fail("--plot and --compare draw with matplotlib: pip install matplotlib"):
-        from matplotlib.figure import Figure
+def read_runs(folders):
+    """{method or, if the runs differ in it, teacher: the logs of its seeds}, and whether they do."""
     logs = {}
     for folder in map(pathlib.Path, folders):
         with or_fail(f"--plot: cannot read the config.json and metrics.jsonl of {folder}"):
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            runs = logs.setdefault((config["teacher"], config["method"]), [])
-            runs.append(read_log(folder / "metrics.jsonl"))
-    teachers = len({teacher for teacher, _ in logs}) > 1
-    figure = Figure(figsize=(17, 3.8), layout="tight")
-    axes = figure.subplots(1, 4)
-    for number, ((teacher, method), runs) in enumerate(logs.items()):
-        look = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "linewidth": 1.4}
-        for axis, (key, title, window) in zip(axes, TEACHER_PANELS if teachers else PANELS, strict=False):
-            curves = [smooth(log, key, window, teachers) for log in runs]
-            steps = sorted(set().union(*curves)) or [0]
-            values = [[curve[step] for curve in curves if step in curve] or [math.nan] for step in steps]
-            axis.plot(steps, [mean(some) for some in values], label=teacher if teachers else method, **look)
-            axis.fill_between(steps, [min(some) for some in values], [max(some) for some in values],
-                              color=look["color"], alpha=0.12, linewidth=0)
-            scale = {"yscale": "log"} if key in ("kappa", "loss_D", "mu") else {"ylim": (0, 1)}
-            axis.set(title=title, xlabel="step", **scale)
-        for log in runs if teachers else ():  # one curve per seed
-            loss, mu = (smooth(log, key, 9, True) for key in ("loss_D", "mu"))
-            axes[3].plot([loss[step] / (loss[min(loss)] or 1) for step in mu], list(mu.values()), **look)
-            axes[3].set(title="mu against the loss that remains", xlabel="L / L_1", yscale="log")
-    axes[1].legend(fontsize=8, loc="best", ncol=1 + len(logs) // 5)
-    for axis in axes:
-        axis.grid(alpha=0.25)
-    if not teachers:
-        rule = axes[2].axhline(5000, color="gray", linestyle=":", label="5000: the rule says M3-Select")
-        axes[2].legend(handles=[rule], fontsize=7, loc="upper left")
+            config = read_json(folder / "config.json")
+            name = config["method"], config["teacher"]
+            logs.setdefault(name, []).append(read_log(folder / "metrics.jsonl"))
+    teachers = len({teacher for _, teacher in logs}) > 1
+    return {name[teachers]: runs for name, runs in logs.items()}, teachers
+
+def plot(folders, file):
+    """Four panels from logs alone, a line per method or teacher: mean and range over seeds. Of more than six
+    lines, each half or third gets four panels of its own."""
+    from matplotlib.figure import Figure
+    logs, teachers = read_runs(folders)
+    panels, blocks = TEACHER_PANELS if teachers else PANELS, math.ceil(len(logs) / 6)
+    lines = math.ceil(len(logs) / blocks)  # in each block of panels
+    figure = Figure(figsize=(11, 7.5 * blocks), layout="tight")
+    axes = figure.subplots(2 * blocks, 2).flatten()
+    for number, (name, runs) in enumerate(logs.items()):
+        block, look = number // lines * 4, {"color": f"C{number % lines}", "linewidth": 1.8, "label": name}
+        for axis, (key, title, window, scale) in zip(axes[block:], panels):
+            points = curve(runs, key, window, teachers)
+            x, values = list(points), list(points.values())
+            if "against" in title:
+                loss = {step: mean(some) for step, some in curve(runs, "loss_D", window, teachers).items()}
+                x = [loss[step] / (loss[min(loss)] or 1) for step in points]
+            else:
+                low, high = [min(some) for some in values], [max(some) for some in values]
+                axis.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
+            axis.plot(x, [mean(some) for some in values], **look)
+            axis.set_title(title, fontsize=14)
+            axis.set_xlabel("L / L at step 1" if "against" in title else "step", fontsize=12)
+            axis.set(yscale=scale, **({"ylim": (0, 1)} if scale == "linear" else {}))
+            axis.tick_params(labelsize=11)
+            axis.grid(alpha=0.25)
+    for block in range(0, len(axes), 4):
+        axes[block].legend(fontsize=11)
+        if not teachers:
+            axes[block + 2].axhline(5000, color="gray", linestyle=":")  # beyond it: M3-Select, says [M3]
     figure.savefig(file, dpi=110)
     print(f"wrote {file}")
+
+# --- Many runs ------------------------------------------------------------------------------------
 
 def one_of(flags, name, seed, out):
     """The flags of one run of a comparison, checked as if they had been typed."""
@@ -1499,37 +1519,33 @@ def start_run(run):
     """A process for one run of a comparison, in a session of its own: Ctrl-C reaches it by way of us."""
     config = config_of(run)
     if standing(pathlib.Path(run.out), run) == "broken":
-        config = {key: value for key, value in config.items() if key != "date"} | {"resume": run.out}  # its own day
-    argv = as_argv(config)
+        del config["date"]  # it keeps its own day
+        config["resume"] = run.out
     with open(f"{run.out}.log", "a", encoding="utf-8") as log:
-        own = {"start_new_session": True, "env": os.environ | {"M3_PARENT": str(os.getpid())}}
-        return subprocess.Popen([sys.executable, __file__, *argv], stdout=log, stderr=log, **own)
+        return subprocess.Popen([sys.executable, __file__, *as_argv(config)], stdout=log, stderr=log,
+                                start_new_session=True, env=os.environ | {"M3_PARENT": str(os.getpid())})
 
 def run_all(todo):
     """One process per core until all are done. A signal ends them, saved, and then this process."""
     waiting, running, failed, signals, begun = list(todo), {}, [], [], time.time()
-
-    def pass_on(number, frame):
-        signals.append(number)
-        for child in running:
-            child.terminate()
-    on_stop(pass_on)
+    on_stop(lambda number, frame: signals.append(number))
     while running or (waiting and not signals):
         while waiting and not signals and len(running) < os.cpu_count():
             run = waiting.pop(0)
-            child = start_run(run)
-            running[child] = run
-            if signals:  # it came while the child was started
-                child.terminate()
+            running[start_run(run)] = run
         time.sleep(0.1)
-        for child in [child for child in running if child.poll() is not None]:
+        for child in list(running):
+            if signals:
+                child.terminate()  # again and again does no harm
+            if child.poll() is None:
+                continue
             run, code = running.pop(child), child.returncode
             done = len(todo) - len(waiting) - len(running)
             left = (time.time() - begun) / done * (len(todo) - done) / 60
             what = f"ended with {code}" if code else "is done"
             print(f"{run.out} {what}: {done} of {len(todo)} runs, {left:.0f} minutes left", flush=True)
             if code:
-                said = pathlib.Path(f"{run.out}.log").read_text(encoding="utf-8", errors="replace").strip()
+                said = pathlib.Path(f"{run.out}.log").read_text("utf-8", "replace").strip()
                 failed.append((f"{run.out}.log: {said.splitlines()[-1] if said else code}", max(code, 1)))
             if code == 2:  # a user's mistake, and the others would make it as well
                 waiting.clear()
@@ -1544,22 +1560,20 @@ def compare(flags):
     with or_fail(f"--out {out}: cannot write there, give another folder"):
         out.mkdir(parents=True, exist_ok=True)
     with locked(out):
-        runs, finished, known = {}, set(), m3.METHODS if names[0] in m3.METHODS else ["privileged", *TOY_TEACHERS]
-        for name in known:
+        runs, todo = {}, []
+        for name in m3.METHODS if names[0] in m3.METHODS else ["privileged", *TOY_TEACHERS]:
             if name not in names and not (out / f"{name}-0" / "config.json").exists():
                 continue
             some = {(name, seed): one_of(flags, name, seed, out) for seed in range(flags.seeds)}
-            ended = {key for key, run in some.items() if standing(pathlib.Path(run.out), run) == "finished"}
-            if name in names or len(ended) == flags.seeds:  # an earlier comparison's rows stay in the table
+            left = [run for run in some.values() if standing(pathlib.Path(run.out), run) != "finished"]
+            if name in names or not left:  # an earlier comparison's rows stay in the table
                 runs |= some
-                finished |= ended
-        if flags.model in OWN_MODEL:  # made before the children start, so that it is made once
+                todo += left
+        if flags.model in TASKS:  # made before the children start, so that it is made once
             for kind in sorted({"base", flags.teacher, *names} & {"base", *TOY_TEACHERS}):
                 toy_model(kind, flags.model)
-        by_seed = sorted(runs, key=lambda key: key[1])
-        todo = [runs[key] for key in by_seed if key not in finished]
         print(f"{len(runs)} runs in {out}, {len(todo)} to train, {os.cpu_count()} at a time", flush=True)
-        run_all(todo)
+        run_all(sorted(todo, key=lambda run: run.seed))
         text = tabulate(runs)
         replace_text(out / "table.md", text)
         spread = f"mean ± standard deviation over {flags.seeds} seeds, " if flags.seeds > 1 else ""
@@ -1568,18 +1582,17 @@ def compare(flags):
 
 def tabulate(runs):
     """Markdown, a row per method or teacher, mean ± deviation over seeds. runs: {(name, seed): flags}."""
-    names = list(dict.fromkeys(name for name, _ in runs))
-    methods = names[0] in m3.METHODS
+    rows = {}
+    for (name, _), run in runs.items():
+        rows.setdefault(name, []).append(read_json(pathlib.Path(run.out) / "summary.json"))
+    methods = set(rows) <= set(m3.METHODS)
     columns = ["accuracy_start", "accuracy_end", *(
         "reward_first20 reward_last20 kappa_mean conflict_mean" if methods else
         "accuracy_teacher gap_recovery loss_reduction_max loss_reduction_final gamma d_par cka_min").split()]
     head = ["method" if methods else "teacher", *columns, "collapsed", "at step"]
     table = [head, ["---"] * len(head)]
-    for name in names:
-        row, ended = [name], []
-        for key, run in runs.items():
-            if key[0] == name:
-                ended.append(json.loads((pathlib.Path(run.out) / "summary.json").read_text(encoding="utf-8")))
+    for name, ended in rows.items():
+        row = [name]
         for column in columns:
             known = [run[column] for run in ended if run.get(column) is not None]
             spread = f" ± {torch.tensor(known).std().item():.2g}" if len(known) > 1 else ""
@@ -1587,6 +1600,8 @@ def tabulate(runs):
         at = [str(run["collapsed_at"]) for run in ended if run["collapsed_at"] is not None]
         table.append([*row, f"{len(at)} of {len(ended)}", ", ".join(at) or "-"])
     return "".join("| " + " | ".join(row) + " |\n" for row in table)
+
+# --- python train.py ------------------------------------------------------------------------------
 
 class Printer:
     """A stream on which printing ends no run: "?" for what it cannot encode, nothing to a closed terminal."""
@@ -1627,10 +1642,11 @@ def end_with_parent():
 def one_run(flags):
     with claim(flags):
         summary = train(flags)
-    if flags.probe and summary["kappa_mean"] is None:
-        fail("--probe: no step had a reward signal, so there is no kappa: raise --prompts-per-step or --group-size", code=1)
     if flags.probe:
-        print(ntk.probe_verdict(summary["kappa_mean"], summary["conflict_mean"])[1])
+        kappa = summary["kappa_mean"]
+        if kappa is None:
+            fail("--probe: no step had a reward signal: raise --prompts-per-step or --group-size", code=1)
+        print(ntk.probe_verdict(kappa, summary["conflict_mean"])[1])
     if WORLD > 1:
         torch.distributed.destroy_process_group()
 
@@ -1639,8 +1655,13 @@ def main(argv=None):
     with contextlib.redirect_stdout(Printer(sys.stdout)), contextlib.redirect_stderr(Printer(sys.stderr)):
         flags = parse_flags(argv)
         try:
-            if flags.plot:
-                plot(flags.plot, pathlib.Path(flags.plot[0]) / "curves.png")
+            if flags.plot is not None:
+                logs = pathlib.Path("runs").glob("*/metrics.jsonl")
+                newest = sorted((log.parent for log in logs), key=lambda run: run.stat().st_mtime)[-1:]
+                folders = flags.plot or newest
+                if not folders:
+                    fail("--plot: there is no run in runs/ yet: name a FOLDER")
+                plot(folders, pathlib.Path(folders[0]) / "curves.png")
             elif flags.compare:
                 compare(flags)
             else:
@@ -1648,6 +1669,8 @@ def main(argv=None):
         except torch.OutOfMemoryError:
             fail("out of memory: lower --micro-batch, --vocab-chunk or --max-new-tokens,"
                  " or add --gradient-checkpointing", code=1)
+        except ModuleNotFoundError as error:
+            fail(f"a package is missing: pip install {error.name.split('.')[0]}")
         except OSError as error:
             fail(f"the disk failed ({error}); once that is mended, {how_to_go_on(flags.out)}", code=1)
         except KeyboardInterrupt:  # from the first step on, Ctrl-C is train()'s: it saves
