@@ -1198,7 +1198,8 @@ def keep_samples(out, step, problems, rollouts, batch, seen, tokenizer, rewards)
     texts, group = sum(gather(rollouts.texts), []), len(rewards) // len(problems)
     mixed = (batch.advantages != 0).nonzero()[:, 0].tolist()
     first = mixed[0] // group * group if mixed else 0  # the first group with a reward signal
-    cos, alpha = seen.get("cos", torch.zeros_like(seen["alpha"])), seen["alpha"]
+    alpha = seen["alpha"].nan_to_num()  # JSON has no NaN
+    cos = seen.get("cos", torch.zeros_like(alpha)).nan_to_num()
     looked = []
     for row in range(first, first + group):
         here = seen["row"] == row
