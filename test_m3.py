@@ -3690,8 +3690,7 @@ REPORTS2 = {
         "test_a_model_that_local_would_get_wrong_is_refused"],
     8: ["test_two_runs_started_at_once_get_a_folder_each"],
     9: ["test_a_file_system_without_links"],
-    10: ["test_settings_that_cannot_be_saved_are_found_at_the_start",
-         "test_settings_that_transformers_does_not_save"],
+    10: ["test_settings_that_transformers_does_not_save"],
     11: ["test_signals_save_within_a_step", "test_nohup_is_respected"],
     12: ["test_printing_ends_no_run", "test_files_are_utf8_on_every_system"],
     13: ["test_the_date_in_a_prompt_is_given", "test_a_run_keeps_its_date"],
@@ -3922,11 +3921,10 @@ def test_a_smaller_last_micro_batch(world, rewarded):
 def test_micro_batches_hold_rows_of_like_length(world, rewarded, untried, monkeypatch):
     """The longest first, each cut at its own longest; every row once, with its own prompt."""
     seen, hidden, sample = [], m3.hidden_states, m3.sample
-    # an untrained model hardly ever ends its reply
     cut = torch.arange(12) < torch.tensor([5, 3, 12, 1] * 4)[:, None]
 
     def cut_sample(*args, **kw):
-        tokens, mask, logp = sample(*args, **kw)
+        tokens, mask, logp = sample(*args, **kw | {"eos_ids": [-1]})  # no reply ends by itself
         return tokens, mask & cut[:len(mask), :mask.shape[1]], logp
 
     def kept_hidden(backbone, prompts, tokens, *rest, **kw):
