@@ -20,7 +20,7 @@ real (unmasked) response tokens, laid out flat. p_S = softmax(z_S) student, p_T 
 s the Signals and f the Settings of a method.
 """
 
-import collections, contextlib, functools, inspect, math, random, re
+import collections, contextlib, functools, inspect, math, random, re, unicodedata
 from fractions import Fraction
 from typing import Callable, NamedTuple
 
@@ -196,96 +196,69 @@ def decode(tokenizer, tokens, mask):
     return [tokenizer.decode(row[real].tolist(), skip_special_tokens=True)
             for row, real in zip(tokens.cpu(), mask.cpu())]
 
-# --- 3. Reward -------------------------------------------------------------------------------------------
+# --- 3. Reward --------------------------------------------------------------------------------------
 
-# Digits: groups of exactly three (`3,8` is a list); a longer exponent would fill the memory. As in 1,250.5e3
+# A number: groups of exactly three digits (`3,8` is a list), no long exponent (it would fill the memory);
+# whole part before a fraction, fraction or power, power of ten. As in 1,250.5, -3 1/2, 5^2, 4.5\cdot10^3
 DIGITS = r"(?:(?:\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"
-# A number: whole part before a fraction, fraction or power, power of ten. As in -3 1/2, 5^2, 4.5\cdot10^3
 NUMBER = re.compile(
-    rf"(?P<sign>(?<![\w)\]}}])[-+])?(?:(?P<whole>\d{{1,9}}) (?=\d{{1,9}}/\d))?(?P<top>{DIGITS})"
+    rf"(?P<sign>(?<![\w)\]}}])[-+])?(?:(?P<whole>\d{{1,9}}) (?=\d{{1,9}}/\d))?(?P<top>(?<![a-z]\^){DIGITS})"
     rf"(?: ?/ ?(?P<bottom>-?{DIGITS})|\^\{{?(?P<power>[-+]?\d\d?(?!\d))\}}?)?"
     r"(?: ?\\cdot ?10\^\{?(?P<tens>[-+]?\d{1,3}(?!\d))\}?)?")
-# Powers of ten; the letters count outside math, and `m` is metres. As in 18 thousand, 18k
 SIZES = {"hundred": 2, "thousand": 3, "grand": 3, "lakh": 5, "million": 6, "billion": 9, "trillion": 12}
-LETTERS = {"k": 3, "K": 3, "M": 6, "mn": 6, "B": 9, "bn": 9, "T": 12}
-# A number behind one of these is a piece, a bound or denied. As in 10-12, > 18, half of 40, not 40, Step 2
-BEFORE = re.compile(
-    r"(?:\d[ .,]?|[*/^_+×÷±√|] ?|- |\d ?-|\d,? (?:and|or) |\\\w+ ?\{?|(?:^|\W|\w )[<>] ?|\b(?:not(?: \w+)?"
-    r"|minus|negative|over|under|above|below|almost|nearly|step|part|(?:more|less|\w+er) than"
-    r"|(?:half|twice|double|third|quarter|square|root)(?: of)?(?: the)?|in (?:thou|mil|bil)\w+(?: is|:)?) )$",
-    re.I)
-# So is a number in front of one of these. As in 12-10, 5 or 7, 5 * (2 + 1), 5\pi, 3 hundredths, 18 or more
-AFTER = re.compile(
-    r"[\s,]*(?:(?:or|and|to|by|x|times)\b|[-+*/^×÷:.])?\s*[-+]?\.?\d|[)\]}]*\s*\^|\s*[\\_+*÷±√<>]|\)?\(-?\d"
-    r"|\s*[-/] ?\(|[eE][-+]?\d|[xy]\b|(?:st|nd|rd|th)\b| ?(?:[kKMBT]|mil|bn|mn)\b| \(or\b"
-    r"| (?:squared|cubed|or (?:more|less|\w+er))\b|[\s-]+hal(?:f|ves)\b|[\s-]*(?:third|tenth)s"
-    r"| and (?:an?|one|two) (?:half|third|quarter)| (?:hour|minute|day|week|year|dollar|pound)s? (?:and )?\d"
-    rf"| (?:feet|out of|yards?) \d|[\s(-]*(?:[a-z]+ )?(?i:{'|'.join(SIZES)})")
+# Behind one of these a number is a piece, a bound or denied. As in 10-12, > 18, half of 40, not 40, Step 2
+BEFORE = (r"(?i)(?:\d[ .,]?|[*/^_+×÷±√|<>] ?|- |\d ?-|\d,? (?:and|or) |\\\w+ ?\{?|\b(?:not(?: \w+)?|minus"
+          r"|negative|over|under|above|below|almost|nearly|step|part|than|(?:half|twice|double|third|quarter"
+          r"|square|root)(?: of)?(?: the)?|(?:thou|mil|bil)\w+(?: is|:)?) )$")
+# In front of one of these too. As in 12-10, 5 or 7, 5 * (2 + 1), 5\pi, 3 hundredths, 3 hours 20, 2.4M
+AFTER = (r"[\s,]*(?:(?:and|to|by|x|times)\b|[-+*/^×÷:.])?\s*[-+]?\.?\d|[)\]}]*\s*\^|\s*[\\_+*÷±√<>₀-₉]"
+         r"|\)?\(-?\d|\s*[-/] ?\(|\W{0,2}(?:or|squared|cubed)\b|[eE][-+]?\d|(?:[xy]|st|nd|rd|th)\b"
+         r"| ?(?:[kKMBT]|mil|bn|mn)\b| and (?:an?|one|two)\b|[\s-]*(?:hal(?:f|ves)|thirds|tenths)\b"
+         r"| (?:hour|minute|day|week|year|dollar|pound|feet|yard|out of)s? (?:and )?\d"
+         rf"|[\s(-]*(?:[a-z]+ )?(?i:{'|'.join(SIZES)})")
 # A line that opens an echoed or an invented question. As in Question 2: How many
-QUESTION = re.compile(r"^[# \t]*(?:next |new )?(?:question|problem|q|human|user)[ #\d]*:", re.M | re.I)
+QUESTION = r"(?im)^[# \t]*(?:next |new )?(?:question|problem|q|human|user)[ #\d]*:"
 # A mark, not a heading: no word, no `2.` with a word, but in the last line. As in #### 28, #### Total: 28
-HASHES = re.compile(
-    r"(?<!#)#{4,}(?:(?!#|\s*(?:[A-Za-z]{2}|[A-Za-z] [a-z]|\d\d? ?(?:[.)-]\s+[A-Za-z]|:)))"
-    r"|\s*(?=about|approximately|at least|exactly|only)|(?!\s*(?i:note|check|verif|step))"
-    r"\s*[^\d\n#:=]{2,60}(?:[:=]|\b(?:is|are))(?=\W{0,4}\d[^\n#]{0,60}\s*\Z))")
-BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")  # what opens a box, as in \boxed {28}
-TAG = re.compile(r"<answer>(?=[^<]*</answer>)", re.I)  # a tag that is closed, as in <answer>28</answer>
-ADVERB = r"(?:(?:therefore|thus|hence|then|clearly|definitely|certainly|simply|indeed|obviously)\b,?\s*)?"
-# A statement. Bare `A:` only before a number: in arc it labels an option. As in The answer should be 28
-STATED = re.compile(
-    r"\banswer(?:,? (?:therefore|thus|then|hence),?)?(?:\s+(?:is|was|equals|(?:should|must|would|will) be)\b"
-    r"|\s*[:=])(?![:\s]*(?:not|correct|right|reasonable|consistent|valid|in)\b)[:\s]*"
-    rf"{ADVERB}|^A:(?=\s*\W{{0,3}}\d)", re.M | re.I)
-# Doubt in the statement behind it. As in I don't think the answer is 28; the wrong answer is 28
-DOUBT = re.compile(
-    r"(?:(?:n't|\bnot|\bnever) \w+|\b(?:doubt|wonder|whether|unclear|false|if))(?: that| if| whether)?(?: the"
-    r"| my)?(?: \w+)? ?\Z|\b(?:wrong|incorrect|first|previous|earlier|initial|worst|least \w+) \Z", re.I)
-STEP = re.compile(r"^\W{0,6}(?:step|part) (\d\d?)", re.M | re.I)  # withdraws the mark before it: Step 2
+HASHES = (r"(?<!#)#{4,}(?:(?!#|\s*(?:[A-Za-z]{2}|[A-Za-z] [a-z]|\d\d? ?(?:[.)-]\s+[A-Za-z]|:)))|"
+          r"(?!\s*(?i:note|check|verif|step))[^\d\n#:=]{2,60}(?:[:=]|\bis)(?=\W{0,4}\d[^\n#]{0,60}\s*\Z))")
+BOX = r"\\(?:boxed|fbox)\s*\{"  # what opens a box, as in \boxed {28}
+TAG = r"(?i)<answer>(?=[^<]*</answer>)"  # a tag that is closed, as in <answer>28</answer>
+# A statement; bare `A:` only before a number: in arc it labels an option. As in The answer should be 28
+STATED = (r"(?im)\b%s(?:,? (?:therefore|thus|then|hence),?)?(?:\s+(?:is|was|equals|(?:should|must|will) be)\b"
+          r":?|\s*[:=])(?!\s*(?:not|correct|right|reasonable|consistent|valid|in)\b)|^A:(?=\s*\W{0,3}\d)")
+# A statement in doubt, by its clause so far. As in I don't think the answer is 28; the wrong answer is 28
+DOUBT = (r"(?i)(?:n't|\b(?:not|never|doubt|wonder|whether|unclear|false|if|wrong|incorrect|first|previous"
+         r"|earlier|initial|worst|least)) [^.,:;!?\n]*\Z")
 # The end of the clause that answers. As in 12 pears, which is 3 more
-CLAUSE_END = re.compile(r"[;!?]|\.(?!\d)|,(?!\s*(?:-?\d|\(?(?:[A-E]|or|and)\b))")
+CLAUSE_END = r"[;!?]|\.(?!\d)|,(?!\s*(?:-?\d|\(?(?:[A-E]|or|and|but so)\b))"
 # A closing sentence with one of these decides nothing. As in Perhaps it is 28
-HEDGE = re.compile(
-    r"\?|\bI (?:can(?:not|.t)|don.t|do not)\b|\b(?:not |un)sure\b|\d,? or -?\$?\d|\b(?:either|maybe|perhaps"
-    r"|possibly|guess|candidates|so far)\b|\b(?:and|or|plus|minus|times|of|to|for)$", re.I)
-# arc: an option chosen in other words. As in I would pick (D); the best option is D; so D.; D is correct
-CHOSEN = re.compile(
-    r"\b(?:I|we)(?:'d|'ll| would| will)? (?:choose|chose|pick|select|go with) (?-i:(?!a\b))"
-    rf"|\b(?:option|choice|letter)(?: (?:is|(?:must|would) be)\b:?|:) ?{ADVERB}"
-    r"|\b(?:so|therefore|thus|hence|leaves|it(?: is|'s| must be))[,:]? (?:it (?:is|must be) |it's )?"
-    r"(?=(?:option |choice )?\W{0,2}(?-i:[A-E])\W{0,2}?(?:[.!\n]|$))"
-    r"|(?:^|[.!?:;] |\b(?:so|that|thus|hence|therefore|only|but),? |(?<!n't )(?<!not )\b(?:think|say) "
-    r"|(?<!or )(?<!and )(?<!not )(?<!if )(?<!neither )\b(?:option|choice|answer) )(?=\(?(?-i:[A-E])\)? (?:is"
-    r"|must be) (?:the )?(?:(?:correct|right|best) (?:answer|choice|option)|correct|right|answer)\b)",
-    re.I | re.M)
-# The chosen option, not `A or B`. As in the option (D); D; d)
-CHOICE = re.compile(
-    r"^(?i:(?:the )?(?:option|choice|letter) )?\W{0,5}(?:([A-E1-5])(?![\w'])|([a-e])(?=[).:]|\W{0,5}$))"
-    r"(?!\)?[\s,/&]*(?:or|and)\W+[A-E1-5]\b|[\s,/&]+[A-E1-5]\b|\)? (?:if|unless|is (?:not|wrong))\b"
-    r"|.*\([A-E1-5]\))")
-# An option without a statement, and one denied. As in which leaves (D); not (D); (D) is wrong
-LABEL = re.compile(r"\(([A-E1-5])\)|^[^\w\n]{0,5}(?:Option |Choice )?([A-E1-5])(?:[).:]|[^\w\n]*$)", re.M)
-DENIED = re.compile(
-    r"(?:n't|\b(?:not|nor|neither|never|out|except|but))(?: be)? (?:option )?\([A-E1-5]\)|\(?[A-E1-5]\) "
-    r"(?:is |was )?(?:not|wrong|incorrect|false|isn't|can't|cannot|doesn't|does not|fails)\b", re.I)
+HEDGE = (r"(?i)\?|^\W*if\b|\bI (?:can(?:not|.t)|don.t|do not)\b|\b(?:not |un)sure\b|\d,? or -?\$?\d|\b"
+         r"(?:either|maybe|perhaps|possibly|guess|so far)\b|\b(?:and|or|plus|minus|times|of|to|for)$")
+# arc: an option chosen in other words. As in I would pick (D); so D.; option D is correct
+CHOSEN = (r"(?im)\b(?:I|we)(?:'d|'ll| would| will)? (?:choose|chose|pick|select|go with) (?-i:(?!a\b))"
+          r"|\b(?:so|therefore|thus|hence|leaves|it(?: is|'s| must be))[,:]? (?:it(?: is|'s| must be) )?"
+          r"(?=(?:option |choice )?\W{0,2}(?-i:[A-E])\W{0,2}?(?:[.!\n]|\Z))"
+          r"|(?:^|[.!?:;,] |\b(?:so|that|thus|hence|therefore|but|only|I think),? )(?:option |answer )?"
+          r"(?=\(?(?-i:[A-E])\)? (?:is|must be) (?:the )?(?:correct|right|answer|best (?:choice|option))\b)")
+# The chosen option, not `A or B`. As in the option (D); therefore D; d)
+CHOICE = (r"^(?i:(?:(?:therefore|thus|hence|clearly),?\s+)?(?:(?:the )?(?:option|choice|letter) )?)\W{0,5}"
+          r"(?:([A-E1-5])(?![\w'])|([a-e])(?=[).:]|\W{0,5}$))(?!\)?[\s,/&]*(?:or|and)\W+[A-E1-5]\b"
+          r"|[\s,/&]+[A-E1-5]\b|\)? (?:if|unless|is (?:not|wrong))\b|.*(?:\([A-E1-5]\)|\bso is\b))")
+# An option without a statement, as in which leaves (D); and what forbids to take it, as in not (D)
+LABEL = r"(?m)\(([A-E1-5])\)|^[^\w\n]{0,5}(?:Option |Choice )?([A-E1-5])(?:[).:]|[^\w\n]*$)"
+DENIED = r"(?i)n't|\b(?:not|nor|neither|never|cannot|except|but|wrong|incorrect|false|fails)\b"
 # `x =` in front and a unit behind. As in f(x) = 5 cm^2
-EXTRAS = re.compile(
-    r"^\\?[a-zA-Z]\w{0,20}(?:\(\w\))? ?= ?(?=[^=]+$)|(?<=[\d}]) (?:[a-zA-Z]{2,20}(?: [a-zA-Z]{2,20}){0,2}"
-    r"|[mgsLJNVWC])(?:/[a-z]+)?(?:\^\d)?$")
-# Signs and their plain spelling, as ≤ for \le
-SIGNS = {"−": "-", "–": "-", "⁄": "/", "×": r"\cdot ", "·": r"\cdot ", "⋅": r"\cdot ", "≤": r"\le ",
-         "≥": r"\ge ", "≠": r"\ne ", "π": r"\pi ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ",
-         "∈": r"\in ", "±": r"\pm ", "…": r"\ldots ", "½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4",
-         "¾": "3/4", "⅕": "1/5", "⅛": "1/8"}
-RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+EXTRAS = (r"^\\?[a-zA-Z]\w{0,20}(?:\(\w\))? ?= ?(?=[^=]+$)|(?<=[\d}]) (?:[a-zA-Z]{2,20}"
+          r"(?: [a-zA-Z]{2,20}){0,2}|[mgsLJNVWC])(?:/[a-z]+)?(?:\^\d)?$")
+SIGNS = dict(zip("×·⋅≤≥≠π∞∪∩∈±…", "cdot cdot cdot le ge ne pi infty cup cap in pm ldots".split()))
 # One spelling where LaTeX and prose have several, in this order. As in \dfrac12 and ½, which are 1/2
 LATEX = [(re.compile(pattern), new) for pattern, new in (
-    (r"[⁰¹²³⁴-⁹⁻]+", lambda raised: f"^{{{raised[0].translate(RAISED)}}}"), (r"[₀-₉]", "_"),
-    (r"[$€£] ?([\d.,]*\d) ?m\b(?! ?[-+*/^=$])", r"\1 million"), (r"(?<=\d)\*\*(?=\d)", "^"),
+    (r"([⁰¹²³⁴-⁹⁻]+)", r"^{\1}"), (r"(?<=\d)(?=[½⅓⅔¼¾⅕⅛])", " "), (r"(?<=\d) and (?:a|one) half\b", " 1/2"),
+    (r"[⁰¹²³⁴-⁹⁻½⅓⅔¼¾⅕⅛]", lambda sign: unicodedata.normalize("NFKC", sign[0])), (r"[−–]", "-"), (r"⁄", "/"),
+    (r"[$€£] ?([\d.,]*\d) ?m\b(?! ?[-+*/^=$])", r"\1 million"), (r"\{,\}", ","), (r"\\times", r"\\cdot"),
     (r"(?<![\w)*_])[*_]([-+$\d.,%]+)[*_](?![\w*_])", r"\1"), (r">=", "≥"), (r"<=", "≤"), (r"!=", "≠"),
-    (r"\\[dtc]frac", r"\\frac"), (r"\\[dt]binom", r"\\binom"), (r"\\times", r"\\cdot"), (r"\{,\}", ","),
+    (f"[{''.join(SIGNS)}]", lambda sign: rf"\{SIGNS[sign[0]]} "), (r"\\[dtc](frac|binom)", r"\\\1"),
     (r"\\(le|ge|ne)q(?:slant|q)?(?![a-zA-Z])", r"\\\1 "), (r"\\[cl]?dots[cbm]?(?![a-zA-Z])", r"\\ldots"),
-    (r"(?<=\d) and (?:a|one) half\b", "½"), (r"(?<=\d)(?=[½⅓⅔¼¾⅕⅛])", " "),
-    (f"[{''.join(SIGNS)}]", lambda sign: SIGNS[sign[0]]),
     (r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox) ?\{([^{}]*)\}", r" \1"),
     (r"\\(?:(?:display|text)style|limits|[bB]igg?[lr]?|left|right|boxed)(?![a-zA-Z])|\\! ?|\\?[$%€£]"
      r"|(?<!\\)\\[()\[\]]|\^\{?\\(?:circ|degree)\}?|°", ""), (r"(?<!\\)\\[,;: ]|~|\\q?quad\b", " "),
@@ -297,16 +270,14 @@ LATEX = [(re.compile(pattern), new) for pattern, new in (
      lambda size: rf"\cdot10^{SIZES[size[1].lower()]}"))]
 
 def verify(completion: str, gold: str, kind: str) -> int:
-    r"""1 if the reply's final answer is the gold one, else 0; linear time, never raises. kind as in FINISH.
+    r"""1 if the reply's final answer is the gold one, else 0; linear time, never raises. kind: see FINISH.
 
-    1. <think> blocks and an echoed `Question:` are dropped; an invented next question ends the text.
-    2. The LAST mark counts: `####` (no heading), \boxed{}, <answer>, "The answer is", in arc also "I choose".
-       If it is empty, cut off, undecided (5 or 7) or followed by "Step 2", nothing earlier is tried instead.
-    3. Without any: gsm8k and svamp take the last number of the closing sentence unless that hedges, asks or
-       breaks off; arc takes the only option label in the reply. math always wants a box.
-    4. Numbers are exact fractions: 48.0 = 48, 3/4 = 0.75, 35% = 35, 18k = 18000, but 0.33 is not 1/3.
-    5. math: equal numbers, else equal LaTeX in one spelling; `x =` and units may be lacking on one side.
-    6. A gold that cannot be read (empty, or words for gsm8k) gives 0 to every reply.
+    The LAST mark counts: `####` (no heading), \boxed{}, <answer>, "The answer is", in arc also "I choose". If
+    it is empty, cut off, doubted or undecided (5 or 7), nothing earlier is tried instead. Without any, gsm8k and
+    svamp take the last number of the closing sentence unless that hedges, asks or breaks off; arc the only option
+    label of the reply; math always wants a box. Numbers are exact fractions: 48.0 = 48, 35% = 35, 18k = 18000, but
+    0.33 is not 1/3. math: equal numbers, else equal LaTeX in one spelling; `x =` and units may lack on one side. A
+    gold that cannot be read (empty, or words for gsm8k) gives 0 to every reply.
     """
     judges = dict.fromkeys(FINISH, _same_number) | {"math": _same_math, "arc": _same_choice}
     return int(judges[kind](_own_words(str(completion)), str(gold).strip()))
@@ -315,7 +286,8 @@ def _own_words(text):
     """The reply without reasoning, calculator marks, bold, echoed question and invented next question."""
     text = re.sub(r"(?is)<think>.*?(?:</think>|\Z)|\A(?:(?!<think>).)*?</think>", "", text)
     text = re.sub(r"<<[^<>\n]*>>|</?(?:b|strong|i|em|code)>", "", text.replace("’", "'"))
-    first, *later = QUESTION.split(re.sub(r"(?<!\d)\*\*|\*\*(?!\d)", "", text))  # 2**3 is a power, not bold
+    text = re.sub(r"(?<!\d)\*\*|\*\*(?!\d)", "", text)  # 2**3 is a power, not bold
+    first, *later = re.split(QUESTION, text)
     return first if first.strip() or not later else re.split(r"[?\n]", later[0] + "\n", maxsplit=1)[1]
 
 def _box(text):
@@ -328,44 +300,46 @@ def _box(text):
     return ""
 
 def _marked(text, *patterns):
-    """First clause behind the last mark (rule 2), None without: `12 pears`, not `which is 3 more than 9`."""
+    """First clause behind the last mark, None without: `12 pears`, not `which is 3 more than 9`."""
     numbers = re.findall(r"####\s*(\d+)", text)
     if len(numbers) < 2 or numbers != [str(n + 1) for n in range(len(numbers))]:  # 1, 2, 3 are headings
         patterns = (HASHES, *patterns)
-    marks = [mark for pattern in (BOX, TAG, STATED, *patterns) for mark in pattern.finditer(text)]
-    marks.sort(key=lambda mark: mark.end())
-    doubted = [mark for mark in marks[-9:] if DOUBT.search(text[max(0, mark.start() - 60):mark.start()])
-               or re.search(r"(?i)\bif\b[^.!?\n]*would be\b", text[max(0, mark.start() - 60):mark.end()])]
-    while marks and marks[-1] in doubted:
+    marks = [mark for pattern in (BOX, TAG, *patterns) for mark in re.finditer(pattern, text)]
+    marks.sort(key=re.Match.end)
+    doubted = False
+    while marks and re.search(DOUBT, text[:marks[-1].start()][-60:]):
         marks.pop()
-    step = marks and STEP.search(text, marks[-1].end())
-    if not marks or (step and step[1] != "1"):
-        return "" if doubted and not marks else None
-    phrase = text[marks[-1].end():].partition("</answer>")[0]
-    line = _latex((_box(phrase) if marks[-1].re is BOX else phrase).strip().split("\n", 1)[0])
-    clause = CLAUSE_END.split(line, maxsplit=1)[0]
+        doubted = True
+    if not marks:
+        return "" if doubted else None
+    rest = text[marks[-1].end():]
+    step = re.search(r"(?im)^\W{0,6}(?:step|part) (\d\d?)", rest)
+    if step and step[1] != "1":  # Step 2 withdraws the mark before it
+        return None
+    rest = _box(rest) if marks[-1].re.pattern == BOX else rest.partition("</answer>")[0]
+    line = _latex(rest.strip().split("\n", 1)[0])
+    clause = re.split(CLAUSE_END, line, maxsplit=1)[0]
     return "" if line[len(clause):].startswith("?") else clause.strip()
 
 def _closing(text):
     """Last sentence; "" if it hedges, is a heading, or ends neither in a stop nor a number with unit."""
-    text = re.split(r"(?im)^#+\s*(?:check|verif)", text)[0]
-    line = text.strip().rsplit("\n", 1)[-1]
+    line = re.split(r"(?im)^#+\s*(?:check|verif)", text)[0].strip().rsplit("\n", 1)[-1]
     sentence = re.sub(r"^\W{0,9}\d{1,2}\)\s", "", re.split(r"(?<=[.!?])\s+", line)[-1])  # 2) numbers a list
     ended = re.search(r"(?:[.!]|\d\S*(?: \w+)?)\W*$", sentence[-60:])  # all of it: quadratic time
-    heading = line.startswith("#") and not re.match(r"#+\s*(?!step|part)[a-z].*[.!]\Z", line, re.I)
-    return "" if heading or not ended or HEDGE.search(sentence) else _latex(sentence)
+    heading = line.startswith("#") and not re.match(r"(?i)#+\s*(?!step|part)[a-z].*[.!]\Z", line)
+    return "" if heading or not ended or re.search(HEDGE, sentence) else _latex(sentence)
 
 def _same_number(text, gold):
     """gsm8k, svamp: the first number behind the mark, or else the last one of the closing sentence."""
-    marked = _marked(text)
+    marked = _marked(text, STATED % "answer")
     clause = (_closing(text) if marked is None else marked).rpartition("=")[2]
-    clause = re.sub(r"(?<=\d)(k|K|M|mn|B|bn|T)\b", lambda size: rf"\cdot10^{LETTERS[size[1]]}", clause)
-    clause = re.sub(r"(?<=[a-z])\^\d", "", clause)  # cm^3
-    found = list(NUMBER.finditer(clause))[slice(-1, None) if marked is None else slice(1)]
-    alone = [number[0] for number in found if not AFTER.match(clause, number.end())
-             and not BEFORE.search(clause[:number.start()][-30:])]
-    value = _value(_latex(gold))
-    return value is not None and [value] == [_value(number) for number in alone]
+    clause = re.sub(r"(?<=\d)[kK]\b", r"\\cdot10^3", clause)  # 18k; in math k is a variable
+    found = list(NUMBER.finditer(clause))
+    if not found:
+        return False
+    number, value = found[-1 if marked is None else 0], _value(_latex(gold))
+    piece = re.match(AFTER, clause[number.end():]) or re.search(BEFORE, clause[:number.start()][-30:])
+    return not piece and value is not None and value == _value(number[0])
 
 def _value(text):
     """Exact value of a number, else None; also for x/0 and lengths that take int() seconds."""
@@ -387,9 +361,9 @@ def _latex(text):
 
 def _same_math(text, gold):
     """math: the last box holds the same number, else the same text; spaces count only between digits."""
-    *_, box = BOX.split(text)
-    sides = [_latex(_box(box)) if box is not text else "", _latex(gold)]
-    bare = [EXTRAS.sub("", side) for side in sides]
+    *before, box = re.split(BOX, text)
+    sides = [_latex(_box(box)) if before else "", _latex(gold)]
+    bare = [re.sub(EXTRAS, "", side) for side in sides]
     if bare[0] == sides[0] or bare[1] == sides[1]:  # both name a variable or a unit: it must be the same
         sides = bare
     values = [_value(side) for side in sides]
@@ -398,27 +372,30 @@ def _same_math(text, gold):
 
 def _same_choice(text, gold):
     """arc: the label behind the mark, or else the only one of the reply; digits where the gold is a digit."""
-    marked = _marked(text, CHOSEN)
-    found = LABEL.findall(DENIED.sub("", text)) if marked is None else CHOICE.findall(marked)
+    marked = _marked(text, STATED % "(?:answer|option|choice|letter)", CHOSEN)
+    if marked is not None:
+        found = re.findall(CHOICE, marked)
+    else:
+        found = [] if re.search(DENIED, text) else re.findall(LABEL, text)
     return {(a or b).upper() for a, b in found if (a or b).isdigit() == gold.isdigit()} == {gold.upper()}
 
 def group_advantages(rewards, group_size, std="unbiased", eps=1e-4):
     """A_i = (r_i - mean) / (std + eps) within each group of `group_size` consecutive rows [M3 eq 2].
 
-    rewards [B] -> [B] float32. std: "unbiased" (the paper's printed advantages fit only this), "population", "none"
-    (centre only, as Dr. GRPO). An all-equal group gets exactly 0, never 0/eps. |A| stays below sqrt(G).
-    Errors: ValueError for G < 2 (a group of one has no spread), B not a multiple of G, or a reward that is not finite.
+    rewards [B] -> [B] float32, |A| < sqrt(G). std: "unbiased" (the only one that fits the paper's printed
+    advantages), "population", "none" (centre only, as Dr. GRPO). An all-equal group gets 0, never 0/eps.
+    ValueError: G < 2 (a group of one has no spread), B not a multiple of G, a reward that is not finite.
     """
     if group_size < 2 or len(rewards) % group_size:
         raise ValueError(f"{len(rewards)} rewards do not make groups of {group_size} (at least 2)")
-    if not torch.isfinite(rewards).all():
-        raise ValueError(f"reward of row {int((~torch.isfinite(rewards)).nonzero()[0])} is not a finite number")
+    odd = (~torch.isfinite(rewards)).nonzero()
+    if len(odd):
+        raise ValueError(f"reward of row {int(odd[0])} is not a finite number")
     r = rewards.float().view(-1, group_size)  # [P, G]
     advantages = r - r.mean(1, keepdim=True)
     if std != "none":
         advantages = advantages / (r.std(1, keepdim=True, correction=1 if std == "unbiased" else 0) + eps)
-    equal = (r == r[:, :1]).all(1, keepdim=True)
-    return torch.where(equal, 0.0, advantages).flatten()
+    return torch.where((r == r[:, :1]).all(1, keepdim=True), 0.0, advantages).flatten()
 
 # --- 4. Scores: the same response tokens, read after the student's prompt and after the teacher's --------------------
 
