@@ -1,22 +1,22 @@
 """M3 as pure functions: hybrid reward + on-policy distillation, one logit seed, one backward pass.
 
-Copy these functions; this is not a library: arguments in, tensors out, the loop is train.py's. Needs torch alone.
-m3_step (section 7) is the training step; the README has a trainer of 40 lines around it.
+Copy these functions; this is not a library. Arguments in, tensors out; torch alone. m3_step (section 7) is the
+training step; the README has a trainer of 40 lines around it, train.py the whole loop.
 
 A student samples G responses per prompt. A verifier pays each 0 or 1. A teacher that sees more (the frozen initial
-policy, reading the gold solution too) gives a distribution at every token. Both signals are written as "residuals",
-their exact gradients in the student's logits, so any weighted sum of them is ONE backward pass: logits.backward(seed).
+policy, reading the gold solution too) gives a distribution at every token. Both signals are "residuals", their exact
+gradients in the student's logits, so any weighted sum of them is ONE backward pass: logits.backward(seed).
 
-Papers: [M3] arXiv 2609.34849, [VLS] arXiv 2610.11247. Equation numbers are theirs. Departures from the textbook:
-  1. No loss is differentiated by autograd. The residuals are closed form (tests check them against float64 autograd),
-     because M3 re-weights and normalises them token by token, which no scalar loss expresses.
+Papers: [M3] arXiv 2609.34849, [VLS] arXiv 2610.11247; equation numbers are theirs. Departures from the textbook:
+  1. No loss is differentiated by autograd. Residuals are closed form (tests check them against float64 autograd):
+     M3 re-weights and normalises them token by token, which no scalar loss expresses.
   2. No ratio clip and no reference KL: one update per batch, so the ratio is 1.
-  3. Eq 1 is clipped on the token's SUM. Clipping each vocabulary entry, as OPSD's code does under the same letter tau,
-     pushes the clipped entries down instead of leaving the token alone.
+  3. Eq 1 is clipped on the token's SUM. Clipping each vocabulary entry, as OPSD's code does under the same letter
+     tau, pushes the clipped entries down instead of leaving the token alone.
   4. The sampler draws by inverse CDF from uniforms fixed per (row, position), however rows are dropped or split.
 
-Shapes: P prompts, G responses per prompt, B = P*G rows, N response positions, V vocabulary, d hidden size, T = number of
-real (unmasked) response tokens, laid out flat. p_S = softmax(z_S) student, p_T teacher, y sampled token, A advantage,
+Shapes: P prompts, G responses per prompt, B = P*G rows, N response positions, V vocabulary, d hidden size, T real
+(unmasked) response tokens, laid out flat. p_S = softmax(z_S) student, p_T teacher, y sampled token, A advantage,
 s the Signals and f the Settings of a method.
 """
 
@@ -87,12 +87,12 @@ def draw_problems(n, count, seed, step):
     """Indices of this step's problems: shuffled epochs, one after the other, without replacement in each."""
     return [epoch(n, seed, i // n)[i % n] for i in range((step - 1) * count, step * count)]
 
-# --- 2. Rollouts -----------------------------------------------------------------------------------------------------
+# --- 2. Rollouts --------------------------------------------------------------------------------------------
 
 def left_pad(prompts, pad_id=0, device=None):
-    """Prompts on the right edge, so that position n of every response sits in the same column.
+    """P prompts (lists of ids) with their right edges in one column, and so position n of every response too.
 
-    prompts: P lists of ids. Returns ids [P, L] long, mask [P, L] long (1 = real), positions [P, L] (pads at 0).
+    Returns ids [P, L] long, mask [P, L] long (1 = real), positions [P, L] (0 at pads).
     """
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
@@ -107,74 +107,71 @@ def cache_name(model):
 
 @contextlib.contextmanager
 def packed(model):
-    """For sampling on a CPU: inside, large float32 linear layers read a copy of their weights laid out by oneDNN.
+    """For sampling on a CPU: inside, large float32 linear layers read weights that oneDNN has laid out.
 
-    In a decoding step few rows meet all weights, which torch's own product may read at a third of the memory's speed.
-    No gradients inside; adapters that are on when it begins are added up and stay on.
+    Few rows meet all weights in a decoding step; torch's own product may read them at a third of the memory's
+    speed. No gradients inside. Adapters that are on when it begins are added up and stay on.
     """
     onednn, layers = torch.ops.mkldnn, {}
-    if hasattr(onednn, "_linear_pointwise"):  # else a torch without oneDNN: nothing happens
-        for module in model.modules():
-            base = module.base if isinstance(module, LoRA) and module.on else module
-            if type(base) is torch.nn.Linear and base.weight.numel() > 1e5 and "forward" not in vars(module) and (
-                    base.weight.device.type, base.weight.dtype) == ("cpu", torch.float32):
-                layers.setdefault(base, module)  # modules() has an adapter before its base
+    for module in model.modules() if hasattr(onednn, "_linear_pointwise") else []:
+        base = module.base if isinstance(module, LoRA) and module.on else module
+        large = type(base) is torch.nn.Linear and base.weight.numel() > 1e5 and "forward" not in vars(module)
+        if large and base.weight.device.type == "cpu" and base.weight.dtype == torch.float32:
+            layers.setdefault(base, module)  # modules() has an adapter before its base
     try:
         for base, module in layers.items():
             weight = base.weight.detach() if module is base else module.merged()
             blocks = onednn._reorder_linear_weight(weight, 8)  # 8 rows: a hint
-            module.forward = functools.partial(onednn_linear, blocks, base.bias)
+            module.forward = functools.partial(onednn._linear_pointwise, W=blocks, B=base.bias, attr="none",
+                                               scalars=[], algorithm="")
         yield
     finally:
         for module in layers.values():
             vars(module).pop("forward", None)
 
-def onednn_linear(blocks, bias, x):
-    return torch.ops.mkldnn._linear_pointwise(x, blocks, bias, "none", [], "")
-
 def draw(logits, temperature, uniforms):
-    """One token per row by inverse CDF, greedy at temperature 0. logits [b, V], uniforms [b] -> ids [b], log-probs [b]."""
+    """A token per row by inverse CDF, the likeliest at temperature 0. logits [b, V] -> ids, log-probs [b]."""
+    logp = (logits.float() / (temperature or 1)).log_softmax(-1)
     if temperature == 0:
-        logp, y = logits.float().log_softmax(-1), logits.argmax(-1)
+        y = logits.argmax(-1)
     else:
-        logp = (logits.float() / temperature).log_softmax(-1)
         cdf = logp.exp().cumsum(-1)
         # right=True: the first id whose CDF is strictly above u, so an id of probability 0 is never drawn.
-        y = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)[:, 0].clamp(max=cdf.shape[1] - 1)
+        y = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)[:, 0]
+        y = y.clamp(max=cdf.shape[1] - 1)
     return y, logp.gather(-1, y[:, None])[:, 0]
 
 @torch.no_grad()
 def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_ids, pad_id, generator=None,
            uniforms=None):
-    """Sample `group_size` responses for each prompt. Temperature 0 is greedy.
+    """`group_size` responses to each of P prompts (lists of ids); temperature 0 is greedy.
 
-    model: any transformers causal LM in eval mode. prompts: P lists of ids. eos_ids: every id that ends a response.
-    uniforms [B, N] in [0, 1): row b, position n is drawn with uniforms[b, n]; made from `generator` when not given.
-    Returns tokens [B, N] long (pad_id after the end), mask [B, N] bool (the first end token is in, all after it is
-    out; a row without one is truncated), logprobs [B, N] float32 of the distribution sampled from (0 where masked).
-    Group i is rows i*G .. i*G+G-1. N <= max_new_tokens: the longest response decides.
-    Settings are arguments on purpose: a checkpoint's own generation defaults must not slip in.
+    model: a transformers causal LM in eval mode; its own generation defaults are never read. eos_ids: every
+    id that ends a response. uniforms [B, N] in [0, 1), one per (row, position); made from `generator` when
+    not given. Returns tokens [B, N] long (pad_id after the end), mask [B, N] bool (the first end token is in,
+    all after it out), logprobs [B, N] float32 of the distribution sampled from (0 where masked). Group i is
+    rows i*G .. i*G+G-1; the longest response decides N <= max_new_tokens.
     """
-    device, rows = next(model.parameters()).device, len(prompts) * group_size
+    device, shape = next(model.parameters()).device, (len(prompts) * group_size, max_new_tokens)
     if uniforms is None:  # greedy draws none: an evaluation leaves the caller's random state as it was
-        shape = rows, max_new_tokens
         uniforms = torch.rand(shape, generator=generator) if temperature else torch.zeros(shape)
     uniforms, eos = uniforms.to(device), torch.tensor(sorted(eos_ids), device=device)
-    tokens = torch.full((rows, max_new_tokens), pad_id, device=device)
-    mask = torch.zeros(rows, max_new_tokens, dtype=torch.bool, device=device)
-    logprobs = torch.zeros(rows, max_new_tokens, device=device)
+    tokens = torch.full(shape, pad_id, device=device)
+    mask = torch.zeros(shape, dtype=torch.bool, device=device)
+    logprobs = torch.zeros(shape, device=device)
 
     # Each prompt is read once; its key/value cache is then repeated for the G responses.
     ids, attention, positions = left_pad(prompts, pad_id, device)  # [P, L]
-    run = torch.inference_mode()(lambda **kw: model(**kw))  # not all of this function: its tokens go into graphs later
-    out = run(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=True, logits_to_keep=1)
+    # Inference mode for the model alone: the tokens that are made here go into graphs later.
+    run = functools.partial(torch.inference_mode()(model.__call__), use_cache=True)
+    out = run(input_ids=ids, attention_mask=attention, position_ids=positions, logits_to_keep=1)
     name, width = cache_name(model), ids.shape[1]
     cache = out[name]
     cache.batch_repeat_interleave(group_size)
-    logits = out.logits[:, -1].repeat_interleave(group_size, 0)  # [B, V]; [:, -1] also suits a model that gave all
+    logits = out.logits[:, -1].repeat_interleave(group_size, 0)  # [B, V]; -1 also where a model gave all
     attention = F.pad(attention, (0, max_new_tokens), value=1).repeat_interleave(group_size, 0)  # [B, L+N]
     positions = positions[:, -1:].repeat_interleave(group_size, 0)  # [B, 1]
-    alive = torch.arange(rows, device=device)  # rows of the output that are still being written
+    alive = torch.arange(shape[0], device=device)  # rows of the output that are still being written
 
     for n in range(max_new_tokens):
         y, logprobs[alive, n] = draw(logits, temperature, uniforms[alive, n])
@@ -187,14 +184,15 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_i
             cache.batch_select_indices(keep)
             alive, y, attention, positions = alive[keep], y[keep], attention[keep], positions[keep]
         positions = positions + 1
-        logits = run(input_ids=y[:, None], attention_mask=attention[:, :width + n + 1], position_ids=positions,
-                     use_cache=True, **{name: cache}).logits[:, -1]
+        seen = attention[:, :width + n + 1]
+        out = run(input_ids=y[:, None], attention_mask=seen, position_ids=positions, **{name: cache})
+        logits = out.logits[:, -1]
     return tokens[:, :n + 1], mask[:, :n + 1], logprobs[:, :n + 1]
 
 def decode(tokenizer, tokens, mask):
     """Text of each row, cut by the mask (the first end token), never by looking for pad ids."""
-    return [tokenizer.decode(row[real].tolist(), skip_special_tokens=True)
-            for row, real in zip(tokens.cpu(), mask.cpu())]
+    rows = [row[real].tolist() for row, real in zip(tokens.cpu(), mask.cpu())]
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
 # --- 3. Reward --------------------------------------------------------------------------------------
 
@@ -250,7 +248,8 @@ DENIED = r"(?i)n't|\b(?:not|nor|neither|never|cannot|except|but|wrong|incorrect|
 # `x =` in front and a unit behind. As in f(x) = 5 cm^2
 EXTRAS = (r"^\\?[a-zA-Z]\w{0,20}(?:\(\w\))? ?= ?(?=[^=]+$)|(?<=[\d}]) (?:[a-zA-Z]{2,20}"
           r"(?: [a-zA-Z]{2,20}){0,2}|[mgsLJNVWC])(?:/[a-z]+)?(?:\^\d)?$")
-SIGNS = dict(zip("×·⋅≤≥≠π∞∪∩∈±…", "cdot cdot cdot le ge ne pi infty cup cap in pm ldots".split()))
+SIGNS = {"×": "cdot", "·": "cdot", "⋅": "cdot", "≤": "le", "≥": "ge", "≠": "ne", "π": "pi", "∞": "infty",
+         "∪": "cup", "∩": "cap", "∈": "in", "±": "pm", "…": "ldots"}
 # One spelling where LaTeX and prose have several, in this order. As in \dfrac12 and ½, which are 1/2
 LATEX = [(re.compile(pattern), new) for pattern, new in (
     (r"([⁰¹²³⁴-⁹⁻]+)", r"^{\1}"), (r"(?<=\d)(?=[½⅓⅔¼¾⅕⅛])", " "), (r"(?<=\d) and (?:a|one) half\b", " 1/2"),
@@ -273,11 +272,11 @@ def verify(completion: str, gold: str, kind: str) -> int:
     r"""1 if the reply's final answer is the gold one, else 0; linear time, never raises. kind: see FINISH.
 
     The LAST mark counts: `####` (no heading), \boxed{}, <answer>, "The answer is", in arc also "I choose". If
-    it is empty, cut off, doubted or undecided (5 or 7), nothing earlier is tried instead. Without any, gsm8k and
-    svamp take the last number of the closing sentence unless that hedges, asks or breaks off; arc the only option
-    label of the reply; math always wants a box. Numbers are exact fractions: 48.0 = 48, 35% = 35, 18k = 18000, but
-    0.33 is not 1/3. math: equal numbers, else equal LaTeX in one spelling; `x =` and units may lack on one side. A
-    gold that cannot be read (empty, or words for gsm8k) gives 0 to every reply.
+    it is empty, cut off, doubted or undecided (5 or 7), nothing earlier is tried instead. Without any, gsm8k
+    and svamp take the last number of the closing sentence unless that hedges, asks or breaks off; arc the
+    only option label of the reply; math always wants a box. Numbers are exact: 48.0 = 48, 35% = 35, 18k =
+    18000, but 0.33 is not 1/3. math: equal numbers, else equal LaTeX in one spelling; `x =` and units may
+    lack on one side. A gold that cannot be read (empty, or words for gsm8k) gives 0 to every reply.
     """
     judges = dict.fromkeys(FINISH, _same_number) | {"math": _same_math, "arc": _same_choice}
     return int(judges[kind](_own_words(str(completion)), str(gold).strip()))
@@ -397,13 +396,13 @@ def group_advantages(rewards, group_size, std="unbiased", eps=1e-4):
         advantages = advantages / (r.std(1, keepdim=True, correction=1 if std == "unbiased" else 0) + eps)
     return torch.where((r == r[:, :1]).all(1, keepdim=True), 0.0, advantages).flatten()
 
-# --- 4. Scores: the same response tokens, read after the student's prompt and after the teacher's --------------------
+# --- 4. Scores: the same response tokens, read after the student's prompt and after the teacher's -----------
 
 def split_head(model):
     """(backbone, head) of a causal LM: head(backbone(ids).last_hidden_state) is model(ids).logits.
 
-    head is the output layer itself, or for soft-capped (Gemma-2) and scaled (Cohere, Granite) logits a function around
-    it. It is tried out here on 8 random ids. ValueError where the logits are neither.
+    head is the output layer, or a function around it for soft-capped (Gemma-2) and scaled (Cohere, Granite)
+    logits. It is tried out here on 8 random ids. ValueError where the logits are neither.
     """
     config, layer = model.config.get_text_config(), model.get_output_embeddings()
     cap = getattr(config, "final_logit_softcapping", None)
@@ -414,20 +413,20 @@ def split_head(model):
         return cap * torch.tanh(logits / cap) if cap else logits
 
     backbone, head = model.base_model, bent if cap or scale != 1 else layer
-    ids = torch.randint(config.vocab_size, (1, 8), generator=torch.Generator().manual_seed(0)).to(model.device)
+    ids = torch.randint(config.vocab_size, (1, 8), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(model.device)
     with torch.no_grad():
         want = model(input_ids=ids).logits.float()
         ours = head(backbone(input_ids=ids).last_hidden_state).float()
     close = 8 * torch.finfo(model.dtype).eps * want.abs().max()
     if want.shape != ours.shape or (want - ours).abs().max() > close:
-        raise ValueError(f"{type(model).__name__}: its logits are not its output layer's, nor those soft-capped or scaled")
+        raise ValueError(f"{type(model).__name__}: its logits are not its output layer's, capped or scaled")
     return backbone, head
 
 def join(prompts, tokens, mask, pad_id=0):
-    """B prompts (lists of ids) and their replies [B, N] side by side -> ids, attention, positions, each [B, L+N] long.
+    """B prompts (lists of ids) and replies [B, N] side by side -> ids, attention, positions [B, L+N] long.
 
-    Prompts are padded on the left and replies on the right, so replies are the last N columns, and the logits that
-    predict reply token n stand in column L-1+n.
+    Replies are the last N columns; the logits that predict reply token n stand in column L-1+n.
     """
     ids, attention, _ = left_pad(prompts, pad_id, tokens.device)
     attention = torch.cat([attention, mask.long()], 1)
@@ -436,51 +435,55 @@ def join(prompts, tokens, mask, pad_id=0):
 def hidden_states(backbone, prompts, tokens, pad_id=0, share=True):
     """Hidden states h [B, N, d] from which the head predicts tokens[b, n], given prompts[b] + tokens[b, :n].
 
-    prompts: B lists of ids, in any order. tokens [B, N], right-padded. Only `prompts` differs between student and
-    teacher, so no two tokens can slip out of step. share=False reads the prompt once per row, without a cache: slower,
+    prompts: B lists of ids. tokens [B, N], right-padded. Only `prompts` differs between student and teacher,
+    so no two tokens can slip out of step. share=False reads a prompt once per row, without a cache: slower,
     equal, and what gradient checkpointing needs.
     """
     if not share:
-        ids, attention, positions = (x[:, :-1] for x in join(prompts, tokens, torch.ones_like(tokens), pad_id))
+        joined = join(prompts, tokens, torch.ones_like(tokens), pad_id)
+        ids, attention, positions = (x[:, :-1] for x in joined)
         out = backbone(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False)
         return out.last_hidden_state[:, -tokens.shape[1]:]
-    # Each distinct prompt is read once; its cache is copied to its rows, and gradients flow back through the copies.
-    # All but its last id goes into the cache; that one predicts response position 0.
+    # Each distinct prompt is read once, up to its last id, which predicts response position 0. Its cache is
+    # copied to its rows, and gradients flow back through the copies.
     place = {}
-    which = torch.tensor([place.setdefault(tuple(p), len(place)) for p in prompts], device=tokens.device)  # [B]
+    which = [place.setdefault(tuple(prompt), len(place)) for prompt in prompts]
+    which = torch.tensor(which, device=tokens.device)  # [B]
     ids, attention, positions = left_pad(list(place), pad_id, tokens.device)  # [P, L]
     name, cache = cache_name(backbone), None
     if ids.shape[1] > 1:
-        cache = backbone(input_ids=ids[:, :-1], attention_mask=attention[:, :-1], position_ids=positions[:, :-1],
-                         use_cache=True)[name]
-        for layer in cache.layers:  # not by [which]: on a CPU its gradient adds up in any order, no run is like the next
-            layer.keys, layer.values = layer.keys.index_select(0, which), layer.values.index_select(0, which)
+        cache = backbone(input_ids=ids[:, :-1], attention_mask=attention[:, :-1],
+                         position_ids=positions[:, :-1], use_cache=True)[name]
+        for layer in cache.layers:  # not [which]: on a CPU its gradient adds up in any order
+            layer.keys, layer.values = (x.index_select(0, which) for x in (layer.keys, layer.values))
     # Right padding needs no mask: attention is causal, and padded positions are thrown away by the caller.
     attention = F.pad(attention[which], (0, tokens.shape[1] - 1), value=1)  # [B, L-1+N]
     positions = positions[which, -1:] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, N]
-    return backbone(input_ids=torch.cat([ids[which, -1:], tokens[:, :-1]], 1), attention_mask=attention,
-                    position_ids=positions, use_cache=cache is not None, **{name: cache}).last_hidden_state
+    ids = torch.cat([ids[which, -1:], tokens[:, :-1]], 1)
+    out = backbone(input_ids=ids, attention_mask=attention, position_ids=positions,
+                   use_cache=cache is not None, **{name: cache})
+    return out.last_hidden_state
 
 def token_weights(mask, total_rows, total_tokens=None):
     """What every token's residual is multiplied by, so that plain sums are the means of eqs 1 and 2.
 
-    mask [B, N] bool -> [B, N] float32. Default: 1/N_i per response, then the mean over total_rows responses. With
-    total_tokens: one mean over all tokens. Totals are the whole step's: a micro-batch that divided by its own count
-    would weigh its tokens differently from its neighbour's.
+    mask [B, N] bool -> [B, N] float32: 1/N_i per response over total_rows; with total_tokens one mean over
+    all tokens. Totals are the whole step's: a micro-batch that divided by its own would weigh its tokens
+    differently.
     """
     weights = mask.float()
     if total_tokens is not None:
         return weights / max(total_tokens, 1)
     return weights / weights.sum(1, keepdim=True).clamp(min=1) / total_rows
 
-# --- 5. Residuals: exact gradients in the student's logits -----------------------------------------------------------
+# --- 5. Residuals: exact gradients in the student's logits --------------------------------------------------
 
 def log_softmax(logits):
     """In float32 at least: bf16 log-probabilities are off by up to 0.1 per token."""
     return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
 
 def log_ratio(log_p, log_q):
-    """log p - log q, and 0 where p = 0: a padded vocabulary holds -inf on both sides, and -inf + inf is NaN."""
+    """log p - log q, and 0 where p = 0: a padded vocabulary has -inf on both sides, and -inf + inf is NaN."""
     return torch.where(log_p > -math.inf, log_p - log_q, 0.0)
 
 def kl(log_p, log_q):
@@ -492,19 +495,17 @@ def log_mixture(log_ps, log_pt, lam):
     return torch.logaddexp(log_pt + math.log(lam), log_ps + math.log1p(-lam))
 
 def likeliest(log_ps, log_pt, k):
-    """VLS's top-k: weights q of the student's k likeliest tokens, their log-ratio (not renormalised), their ids."""
+    """VLS's top-k: weights q of the student's k likeliest tokens, q times their log-ratio, their ids."""
     top, index = log_ps.topk(min(k, log_ps.shape[-1]))
-    return top.softmax(-1), log_ratio(top, log_pt.gather(-1, index)), index
+    return top.softmax(-1) * log_ratio(top, log_pt.gather(-1, index)), index
 
 def divergence(student_logits, teacher_logits, kind="jsd", lam=0.5, k=16):
-    """Divergence of teacher and student per position, in nats. logits [..., V] -> [...] float32 (float64 stays).
+    """Divergence of teacher and student per position, in nats. logits [..., V] -> [...] float32 (or float64).
 
-    kind: "fkl"  KL(p_T||p_S)
-          "rkl"  KL(p_S||p_T)
-          "jsd"  D_lam = lam KL(p_T||m) + (1-lam) KL(p_S||m), m = lam p_T + (1-lam) p_S   [M3 eq 1], 0 < lam < 1.
-                 Equals TRL's beta = lam inside (0, 1); D_lam -> 0 at both ends, TRL's ends are fkl and rkl instead.
-          "rkl-topk"  [VLS eq 3.2]: the student's k likeliest tokens, its weights renormalised there, the log-ratio
-                 not. This is no KL and can be negative; it is reported raw.
+    fkl: KL(p_T||p_S). rkl: KL(p_S||p_T). jsd: lam KL(p_T||m) + (1-lam) KL(p_S||m), m = lam p_T + (1-lam) p_S,
+    0 < lam < 1 [M3 eq 1]. TRL's beta = lam inside (0, 1); it goes to 0 at both ends, where TRL has fkl and
+    rkl. rkl-topk: sum of q log(p_S / p_T) over the student's k likeliest tokens, q its weights renormalised
+    there [VLS eq 3.2]. No KL: it can be negative, and is reported raw.
     """
     log_ps, log_pt = log_softmax(student_logits), log_softmax(teacher_logits)
     if kind == "fkl":
@@ -515,16 +516,15 @@ def divergence(student_logits, teacher_logits, kind="jsd", lam=0.5, k=16):
         log_m = log_mixture(log_ps, log_pt, lam)
         return lam * kl(log_pt, log_m) + (1 - lam) * kl(log_ps, log_m)
     if kind == "rkl-topk":
-        q, ratio, _ = likeliest(log_ps, log_pt, k)
-        return (q * ratio).sum(-1)
+        return likeliest(log_ps, log_pt, k)[0].sum(-1)
     raise ValueError(f"unknown divergence {kind!r}")
 
 def distill_residual(student_logits, teacher_logits, kind="fkl", lam=0.5, tau=None, k=16):
     """delta_D = d divergence / d student_logits, in closed form. logits [..., V] -> [..., V]; rows sum to 0.
 
-    rkl-topk is the exception: VLS descend q.r with the weights q detached, the mean of a top-k advantage.
-    Near agreement the jsd residual is lam (1-lam) times the fkl one: a quarter of it at lam = 1/2.
-    tau: positions whose divergence (the sum over V) is above tau give exactly 0, the gradient of min(D, tau) [eq 1].
+    Near agreement the jsd residual is lam (1-lam) times the fkl one: a quarter of it at lam = 1/2. tau:
+    positions whose divergence (the sum over V) is above tau give exactly 0, the gradient of min(D, tau) [eq
+    1].
     """
     log_ps, log_pt = log_softmax(student_logits), log_softmax(teacher_logits)
     p_s = log_ps.exp()
@@ -535,9 +535,9 @@ def distill_residual(student_logits, teacher_logits, kind="fkl", lam=0.5, tau=No
     elif kind == "jsd":
         log_m = log_mixture(log_ps, log_pt, lam)
         delta = (1 - lam) * p_s * (log_ratio(log_ps, log_m) - kl(log_ps, log_m)[..., None])
-    elif kind == "rkl-topk":  # the weights q are held fixed [VLS App. E, H.2]: exactly 0 at agreement, autograd of the value is not
-        q, ratio, index = likeliest(log_ps, log_pt, k)
-        delta = (-(q * ratio).sum(-1, keepdim=True) * p_s).scatter_add(-1, index, q * ratio)
+    elif kind == "rkl-topk":  # VLS hold q fixed [App. E, H.2]: 0 at agreement, unlike the value's gradient
+        terms, index = likeliest(log_ps, log_pt, k)
+        delta = (-terms.sum(-1, keepdim=True) * p_s).scatter_add(-1, index, terms)
     else:
         raise ValueError(f"unknown divergence {kind!r}")
     if tau is not None:
@@ -547,32 +547,33 @@ def distill_residual(student_logits, teacher_logits, kind="fkl", lam=0.5, tau=No
 def reward_residual(student_logits, tokens, advantages):
     """delta_R = -A (e_y - p_S) [eq 5]: descending it lifts the sampled token when A > 0.
 
-    student_logits [B, N, V], tokens [B, N], advantages [B] (one per response) or [B, N] (one per token) -> [B, N, V].
+    student_logits [B, N, V], tokens [B, N], advantages [B] (per response) or [B, N] (per token) -> [B, N, V].
     """
-    # Axes are added on the right by hand: with B == N, plain broadcasting would weigh columns instead of rows.
+    # Axes are added on the right by hand: with B == N, plain broadcasting would weigh columns, not rows.
     advantage = advantages.reshape(advantages.shape + (1,) * (student_logits.dim() - advantages.dim()))
     p_s, y = log_softmax(student_logits).exp(), tokens[..., None]
-    # no one-hot e_y: it would be a third [B, N, V]
+    # No one-hot e_y: it would be a third [B, N, V].
     return advantage * p_s.scatter_add(-1, y, torch.full_like(y, -1, dtype=p_s.dtype))
 
 def normalize(residual, eps):
-    """delta / (||delta|| + eps) over the vocabulary [eq 10]. [..., V] -> [..., V], norms in [0, 1); 0 stays 0.
+    """delta / (||delta|| + eps) over the vocabulary [eq 10]. [..., V] -> [..., V], norms below 1; 0 stays 0.
 
-    eps is a real hyper-parameter, in units of a residual's norm (fkl's: 0 .. sqrt 2, the reward's: times |A|): far below
-    it residuals stay small, far above it they become unit vectors. 1e-8 lifts a token with ||delta|| = 1e-4 to the
-    force of one with 1.
+    eps is a real hyper-parameter, in units of a residual's norm (fkl's: 0 .. sqrt 2, the reward's: times
+    |A|). Far above it residuals become unit vectors: 1e-8 lifts a token with ||delta|| = 1e-4 to the force of
+    one with 1.
     """
     return residual / (residual.norm(dim=-1, keepdim=True) + eps)
 
 def isotropic_kernel(delta_D, delta_R):
-    """K_DR(n) and cos phi_n for J^T J ~ 1 [M3 App. I, AA]: the output head's own part up to ||h_n||^2 > 0.
+    """K_DR(n) and cos phi_n for J^T J ~ 1 [M3 App. I, AA]; delta_D, delta_R [..., V] -> [...], [...].
 
-    delta_D, delta_R [..., V] -> [...], [...]. No model is asked. Good for the sign, not for the size; 0 where a residual is.
+    The output head's own part up to ||h_n||^2 > 0, without a model: good for the sign. 0 where a residual is
+    0.
     """
     K = (delta_D * delta_R).sum(-1)
     return K, K / (delta_D.norm(dim=-1) * delta_R.norm(dim=-1)).clamp(min=1e-12)
 
-# --- 6. Methods: one function each, (signals, settings) -> seed [T, V], alpha [T] or a number --------------------------
+# --- 6. Methods: one function each, (signals, settings) -> seed [T, V], alpha [T] or a number ---------------
 
 class Settings(NamedTuple):
     """What a method may be told, by the papers' letters. train.py has a flag for each."""
@@ -582,7 +583,7 @@ class Settings(NamedTuple):
     eps: float = 0.1  # see normalize
     eta_in: float = 0.1  # M3-EG: length of the inner step [eq 15], not a multiple of the learning rate
     eg_gate: str = "select"  # M3-EG keeps the boundary gate [App. E.1]; or "soft"
-    zero_advantage: str = "teacher"  # tokens of all-equal groups have K = 0: the teacher may speak there; or "skip"
+    zero_advantage: str = "teacher"  # who speaks where A = 0, so K = 0 (all-equal groups); or "skip"
     divergence: str = "jsd"  # of eq 1; M3's own residual is always fkl's [eq 9]
     lam: float = 0.5  # of the jsd
     tau: float | None = None  # clip of a token's divergence in nats [eq 1]
@@ -594,7 +595,7 @@ class Settings(NamedTuple):
 DEFAULTS = Settings()
 
 class Signals:
-    """What is known of T response tokens; each is computed when first asked for, so GRPO never runs the teacher."""
+    """What is known of T response tokens, computed when first asked for: GRPO never runs the teacher."""
     def __init__(self, micro, chunk):
         self.micro, self.chunk, self.settings = micro, chunk, micro.settings
         self.tokens, self.row = micro.tokens[chunk], micro.row[chunk]  # y [T]; the token's row in the batch
@@ -602,7 +603,7 @@ class Signals:
         self.logits = self.tempered(micro.student[1](micro.leaf[chunk]))  # [T, V], with a graph
         self.z_S = self.logits.detach()
     def tempered(self, logits):
-        return logits.float() / self.settings.temperature if self.settings.temperature != 1 else logits.float()
+        return logits.float() / self.settings.temperature
     @functools.cached_property
     def z_T(self):
         with torch.no_grad():
@@ -610,13 +611,6 @@ class Signals:
     @functools.cached_property
     def delta_R(self):  # eq 5
         return reward_residual(self.z_S, self.tokens, self.advantages)
-    @functools.cached_property
-    def divergence(self):  # [T], eq 1 before its clip
-        raw = divergence(self.z_S, self.z_T, self.settings.divergence, self.settings.lam)
-        return raw * self.settings.distill_scale
-    @functools.cached_property
-    def clipped(self):  # [T] bool
-        return self.divergence >= (self.settings.tau or math.inf) * self.settings.distill_scale
     @functools.cached_property
     def delta_D(self):  # eq 9: p_S - p_T
         return self.teacher_residual("fkl")
@@ -627,15 +621,23 @@ class Signals:
         scale = self.settings.distill_scale * ~self.clipped[:, None]  # a clipped token gives exactly 0
         return scale * distill_residual(self.z_S, self.z_T, kind, self.settings.lam)
     @functools.cached_property
-    def conflict(self):  # K_DR(n) and cos phi_n [T]; a kernel of ntk.py runs on the whole micro-batch, once
+    def divergence(self):  # [T], eq 1 before its clip
+        raw = divergence(self.z_S, self.z_T, self.settings.divergence, self.settings.lam)
+        return raw * self.settings.distill_scale
+    @functools.cached_property
+    def clipped(self):  # [T] bool
+        return self.divergence >= (self.settings.tau or math.inf) * self.settings.distill_scale
+    @functools.cached_property
+    def conflict(self):  # K_DR(n), cos phi_n [T]; a kernel of ntk.py runs on the whole micro-batch, once
         if self.micro.kdr is None:
             return isotropic_kernel(self.delta_D, self.delta_R)
         return [x[self.chunk] for x in self.micro.conflict]
     def columns(self, alpha, look):
-        """What a log needs, name -> [T]. Of teacher and conflict what was computed anyway; look: K_DR in any case."""
+        """For a log: name -> [T]; of teacher and conflict what is there already. look: K_DR in any case."""
         log_ps = log_softmax(self.z_S)
-        seen = dict(row=self.row, weight=self.weights, advantage=self.advantages, norm_R=self.delta_R.norm(dim=-1),
-                    logp=log_ps.gather(-1, self.tokens[:, None])[:, 0], alpha=torch.zeros_like(self.weights) + alpha,
+        seen = dict(row=self.row, weight=self.weights, advantage=self.advantages,
+                    norm_R=self.delta_R.norm(dim=-1), alpha=torch.zeros_like(self.weights) + alpha,
+                    logp=log_ps.gather(-1, self.tokens[:, None])[:, 0],
                     entropy=torch.special.entr(log_ps.exp()).sum(-1))
         if look or "conflict" in vars(self):
             seen["K"], seen["cos"] = self.conflict
@@ -657,7 +659,7 @@ def hybrid(s, f):
 
 def rlsd(s, f):
     """reward, its size scaled per token by the teacher: by 10 % at most, fading out over 60 steps"""
-    # A_n = A [(1 - lam) + lam clip(w, 0.8, 1.2)], w = (p_T(y) / p_S(y))^sign(A): the sign stays the verifier's
+    # A_n = A [(1 - lam) + lam clip(w, 0.8, 1.2)], w = (p_T(y) / p_S(y))^sign(A): A keeps its sign
     lam = 0.5 * max(0.0, 1 - (f.step - 1) / 60)
     logp_T, logp_S = (log_softmax(z).gather(-1, s.tokens[:, None])[:, 0] for z in (s.z_T, s.z_S))
     ratio = (s.advantages.sign() * (logp_T - logp_S)).exp().clamp(0.8, 1.2)
@@ -694,32 +696,32 @@ def m3_eg(s, f):
     return alpha[:, None] * normalize(s.delta_D, f.eps), alpha  # m_D, see extragradient
 
 def gate_select(K, alpha_max):
-    """M3-Select [eq 12]: alpha_max where K_DR(n) >= 0, else 0. K [...] -> [...]. K = 0 counts as agreement, so tokens
-    with A = 0 (no reward signal at all) do listen to the teacher."""
+    """M3-Select [eq 12]: alpha_max where K_DR(n) >= 0, else 0. Tokens with A = 0 have K = 0: they listen."""
     return alpha_max * (K >= 0).float()
 
 def gate_soft(cos, alpha_max, beta):
-    """M3-Soft [eq 14]: alpha_max sigmoid(beta cos phi_n). beta 0: alpha_max/2; beta -> inf: Select, except at cos = 0."""
+    """M3-Soft [eq 14]: alpha_max sigmoid(beta cos phi_n). beta 0: alpha_max/2; inf: Select, but for cos 0."""
     return alpha_max * torch.sigmoid(beta * cos)
 
 def m3_seed(s, f, alpha):
     """Eq 11 per token: alpha_n delta_D^ + (1 - alpha_n) delta_R^, and alpha_n. s_bar follows in m3_step."""
     if f.zero_advantage == "skip":
         alpha = alpha * (s.advantages != 0)
-    return alpha[:, None] * normalize(s.delta_D, f.eps) + (1 - alpha[:, None]) * normalize(s.delta_R, f.eps), alpha
+    share = alpha[:, None]
+    return share * normalize(s.delta_D, f.eps) + (1 - share) * normalize(s.delta_R, f.eps), alpha
 
 # Three methods mix whole gradients: two backward passes, then (norm_R, norm_D, phi) -> weights (w_R, w_D).
 
 def gradnorm(norm_R, norm_D, phi):
     """both gradients at one length: weights kappa and 1 over 1 + kappa [M3 Prop. 5]"""
-    # Written with the norms, so nothing divides by 0. No reward gradient: (1, 0), its partner shrinks too; none: 1/2 each.
+    # By the norms: nothing divides by 0. No reward gradient: (1, 0), its partner shrinks too. None: 1/2 each.
     total = norm_R + norm_D
     return (norm_D / total, norm_R / total) if total > 0 else (0.5, 0.5)
 
 def pcgrad(norm_R, norm_D, phi):
     """under conflict each gradient loses its part along the other [M3 Prop. 19]"""
-    # g_R - (g_R.g_D / ||g_D||^2) g_D + g_D - (g_R.g_D / ||g_R||^2) g_R is still a combination of the two ORIGINAL ones,
-    # so nothing is projected: each part shrinks by sqrt(1 - Phi^2), their ratio stays.
+    # g_R - (g_R.g_D / ||g_D||^2) g_D + g_D - (g_R.g_D / ||g_R||^2) g_R still combines the two ORIGINAL ones:
+    # nothing is projected, each part shrinks by sqrt(1 - Phi^2), their ratio stays.
     return (1.0, 1.0) if phi >= 0 else (1 - phi * norm_D / norm_R, 1 - phi * norm_R / norm_D)
 
 def minnorm(norm_R, norm_D, phi):
@@ -728,7 +730,7 @@ def minnorm(norm_R, norm_D, phi):
     alpha = max(0.0, min(1.0, (norm_R ** 2 - phi * norm_R * norm_D) / apart)) if apart > 0 else 0.5
     return 1 - alpha, alpha
 
-def resynchronise(teacher_params, params, step):  # RLSD's teacher: the student of the last multiple of 20 steps
+def resynchronise(teacher_params, params, step):  # RLSD's teacher: the student of every 20th step
     if step % 20 == 0:
         torch._foreach_copy_(teacher_params, params)
 
@@ -737,7 +739,7 @@ def moving_average(teacher_params, params, step):  # SDPO's teacher: an EMA of t
 
 class Method(NamedTuple):
     seed: Callable | None = None  # (signals, settings) -> (seed, alpha): one backward pass; or
-    mix: Callable | None = None  # (norm_R, norm_D, phi) -> (w_R, w_D): two, of the reward's and of the teacher's loss
+    mix: Callable | None = None  # (norm_R, norm_D, phi) -> (w_R, w_D): two, of either loss
     scaled: bool = False  # times s_bar [eq 11]
     peek: bool = False  # M3-EG: what the seed gives is m_D
     move_teacher: Callable | None = None  # (teacher's parameters, student's, step), after each step
@@ -752,19 +754,19 @@ METHODS = {
     "m3-eg": Method(m3_eg, peek=True)}
 
 def sdpo_siblings(rewards, group_size):
-    """SDPO: for each row the first OTHER row of its group with reward 1, or None. rewards: list of B -> list of B."""
+    """SDPO: for each row the first OTHER row of its group with a reward, or None. List of B -> list of B."""
     siblings = []
     for row in range(len(rewards)):
         first = row - row % group_size
-        right = [other for other in range(first, first + group_size) if other != row and rewards[other] > 0]
-        siblings.append(right[0] if right else None)
+        group = range(first, first + group_size)
+        siblings.append(next((other for other in group if other != row and rewards[other] > 0), None))
     return siblings
 
 def sdpo_residual(student_logits, teacher_logits, k=100):
-    """SDPO: gradient of the JSD (lam = 1/2) over the student's k likeliest tokens and one bucket for all others.
+    """SDPO: gradient of the JSD (lam = 1/2) over the student's k likeliest tokens and a bucket of all others.
 
-    logits [..., V] -> [..., V]. In bucket space this is distill_residual; a bucket's push is shared among its tokens
-    in proportion to p_S, because d log(sum of p) / dz_v = p_v / sum for the tokens inside.
+    logits [..., V] -> [..., V]. In bucket space this is distill_residual; the last bucket's push is shared
+    among its tokens in proportion to p_S, because d log(sum of p) / dz_v = p_v / sum for the tokens inside.
     """
     log_ps, log_pt = log_softmax(student_logits), log_softmax(teacher_logits)
     top = log_ps.topk(min(k, log_ps.shape[-1]), dim=-1).indices
@@ -778,7 +780,7 @@ def sdpo_residual(student_logits, teacher_logits, k=100):
     share = share / share.sum(-1, keepdim=True).clamp(min=1e-30)
     return (share * delta[..., -1:]).scatter_add(-1, top, delta[..., :-1])
 
-# --- 7. The step: from a batch to the gradient that the optimizer is given -------------------------------------------
+# --- 7. The step: from a batch to the gradient that the optimizer is given ----------------------------------
 
 class Batch(NamedTuple):
     """What was sampled and paid."""
@@ -790,18 +792,20 @@ class Batch(NamedTuple):
     weights: torch.Tensor  # [B, N], see token_weights
 
 class MicroBatch:
-    """Some rows of a batch on their way through student and teacher; their T real tokens are laid out flat."""
+    """Some rows of a batch on their way through student and teacher; their T real tokens lie flat."""
     def __init__(self, student, teacher, batch, rows, settings, kdr, chunk, checkpointing):
-        self.student, self.teacher, self.settings, self.kdr, self.chunk = student, teacher, settings, kdr, chunk
-        self.prompts, self.hints = ([texts[b] for b in rows.tolist()] for texts in (batch.prompts, batch.hints))
+        self.student, self.teacher, self.settings = student, teacher, settings
+        self.kdr, self.chunk = kdr, chunk
+        self.prompts, self.hints = ([ids[b] for b in rows.tolist()] for ids in (batch.prompts, batch.hints))
         length = int(batch.mask[rows].sum(1).max())  # nothing is run beyond the longest reply of these rows
         self.real, self.replies = batch.mask[rows, :length], batch.tokens[rows, :length]  # [b, n]
         self.tokens, self.weights = self.replies[self.real], batch.weights[rows, :length][self.real]  # [T]
         self.row = rows[:, None].expand_as(self.real)[self.real]
         self.advantages = batch.advantages[self.row]
-        student[0].train(checkpointing)  # transformers checkpoints in training mode only; dropout is off all the same
-        self.hidden = hidden_states(student[0], self.prompts, self.replies, share=not checkpointing)[self.real]  # [T, d]
+        student[0].train(checkpointing)  # transformers checkpoints in training mode only; dropout is 0
+        hidden = hidden_states(student[0], self.prompts, self.replies, share=not checkpointing)
         student[0].eval()
+        self.hidden = hidden[self.real]  # [T, d]
         # Cut here: the seeds of all chunks add up in this leaf's gradient and then enter `hidden` at once.
         self.leaf = self.hidden.detach().requires_grad_()
         self.only = Signals(self, slice(None)) if len(self.tokens) <= chunk else None
@@ -814,7 +818,7 @@ class MicroBatch:
         ids, attention, _ = join(self.prompts, self.replies, self.real)
         return self.kdr(ids, attention, self.real, ((s.delta_D, s.delta_R) for s in self.signals()))
     def signals(self):
-        """Signals of one chunk of tokens after the other. Of several, none is kept: logits fill the memory."""
+        """Signals of one chunk of tokens after the other. Several are not kept: logits fill the memory."""
         if self.only is not None:
             yield self.only
             return
@@ -822,25 +826,24 @@ class MicroBatch:
             yield Signals(self, slice(start, start + self.chunk))
 
 def accumulate(into, outputs, inputs, seed):
-    """Add the vector-Jacobian product seed . d outputs / d inputs to the tensors `into`, one per input. outputs, seed: of
-    one shape. The graph is kept, so that several seeds can share one forward pass."""
+    """into += seed . d outputs / d inputs, a tensor per input; seed: shaped like outputs. Keeps the graph."""
     grads = torch.autograd.grad(outputs, inputs, seed, retain_graph=True, allow_unused=True)
     for total, grad in zip(into, grads):
         if grad is not None:
             total += grad
 
-def backward(student, teacher, batch, seeds_of, params, settings=DEFAULTS, kdr=None, micro_batch=0, chunk=4096,
-             checkpointing=False):
-    """Gradients of a batch under any seeds, through shared prompts, micro-batches and chunks of tokens.
+def backward(student, teacher, batch, seeds_of, params, settings=DEFAULTS, kdr=None, micro_batch=0,
+             chunk=4096, checkpointing=False):
+    """{name: [float32 gradient per parameter]} of a batch, through micro-batches and chunks of tokens.
 
-    student, teacher: (backbone, head), see split_head. seeds_of(signals) -> {name: seed [T, V]}; each is multiplied by
-    the tokens' weights. kdr(ids, attention, mask, residuals) -> K, cos: ntk.kdr_flat with its model; None: isotropic.
-    micro_batch: rows per pass, 0 is all. chunk: tokens whose logits exist at one time. Neither changes the result.
-    Returns {name: [float32 tensor per parameter]}. Of a token, d numbers and not V wait for the backward pass.
+    student, teacher: (backbone, head), see split_head. seeds_of(signals) -> {name: seed [T, V]}; each is
+    multiplied by the tokens' weights. kdr(ids, attention, mask, residuals) -> K, cos: ntk.kdr_flat with its
+    model; None: isotropic. micro_batch: rows per pass, 0 is all. chunk: tokens whose logits exist at one
+    time. Neither changes the result. Of a token, d numbers and not V wait for the backward pass.
     """
     gradients = collections.defaultdict(lambda: [torch.zeros_like(p, dtype=torch.float32) for p in params])
     rows = torch.arange(len(batch.mask), device=batch.mask.device)
-    if micro_batch:  # rows of like length together; the longest first, so that memory runs out at once or never
+    if micro_batch:  # rows of like length together; the longest first: memory runs out at once or never
         rows = batch.mask.sum(1).argsort(descending=True, stable=True)
     for part in rows.split(micro_batch or len(rows)):
         micro = MicroBatch(student, teacher, batch, part, settings, kdr, chunk, checkpointing)
@@ -854,10 +857,10 @@ def backward(student, teacher, batch, seeds_of, params, settings=DEFAULTS, kdr=N
     return dict(gradients)
 
 def geometry(g_R, g_D):
-    """dict(norm_R, norm_D, kappa = ||g_R|| / ||g_D|| [eq 8], phi = cos(g_R, g_D)) of two lists of gradients (or None).
+    """dict(norm_R, norm_D, kappa = ||g_R|| / ||g_D|| [eq 8], phi = cos(g_R, g_D)) of two lists of gradients.
 
-    kappa and phi are None where there is no reward gradient; kappa is inf and phi 0 where only g_D is 0. <g_R, g_D> N^2
-    is the sum over all pairs of positions [eq 7]; sum_n K_DR(n) is its diagonal part [eq 72].
+    kappa and phi are None without a reward gradient; kappa is inf and phi 0 where only g_D is 0. <g_R, g_D>
+    N^2 is the sum over all pairs of positions [eq 7]; sum_n K_DR(n) is its diagonal part [eq 72].
     """
     def inner(one, other):
         pairs = ((a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None)
@@ -881,10 +884,9 @@ def update_scale(norms, advantages, s_bar, add_up):
     return now if s_bar is None else 0.9 * s_bar + 0.1 * now
 
 def extragradient(params, m_D, eta_in, gradient_at):
-    """M3-EG: gradient_at() where theta~ = theta - eta_in m_D [eq 15]; params come back bit for bit. Nothing is
-    differentiated through the inner step."""
+    """M3-EG [eq 15]: gradient_at() where theta~ = theta - eta_in m_D; params come back bit for bit."""
     home = [p.detach().clone() for p in params]
-    with torch.no_grad():
+    with torch.no_grad():  # nothing is differentiated through the inner step
         torch._foreach_sub_(params, [eta_in * g for g in m_D])
     try:
         return gradient_at()
@@ -898,13 +900,13 @@ class Step(NamedTuple):
     geometry: dict | None  # norm_R, norm_D, kappa, phi, where they were computed
     s_bar: float | None  # for the next step
 
-def m3_step(student, teacher, batch, method, params, settings=DEFAULTS, s_bar=None, kdr=None, statistics=False,
-            look=False, add_up=lambda tensors: None, **memory):
-    """One step of any method: signals, conflicts, seeds [eq 11], gradients, and how they are combined -> Step.
+def m3_step(student, teacher, batch, method, params, settings=DEFAULTS, s_bar=None, kdr=None,
+            statistics=False, look=False, add_up=lambda tensors: None, **memory):
+    """One step of any method: signals, conflicts, seeds [eq 11], gradients, their combination -> Step.
 
-    s_bar: of the step before. statistics: kappa and Phi for a log, two more backward passes. look: K_DR for a log, also
-    where no gate asks. add_up(tensors): replaces each by its sum over processes. kdr and memory: see backward.
-    KeyError for an unknown method.
+    s_bar: of the step before. statistics: kappa and Phi for a log, two more backward passes. look: K_DR for a
+    log, also where no gate asks. add_up(tensors): replaces each by its sum over processes. kdr, memory: see
+    backward. KeyError for an unknown method.
     """
     chosen, seen = METHODS[method], collections.defaultdict(list)
 
@@ -931,7 +933,8 @@ def m3_step(student, teacher, batch, method, params, settings=DEFAULTS, s_bar=No
     columns = {name: torch.cat(parts) for name, parts in seen.items()}
     shape = geometry(gradients["R"], gradients["D"]) if "R" in gradients else None
     if chosen.peek:
-        gradients |= extragradient(params, gradients["update"], settings.eta_in, lambda: gradients_of(reward_alone))
+        m_D = gradients["update"]
+        gradients |= extragradient(params, m_D, settings.eta_in, lambda: gradients_of(reward_alone))
     if chosen.mix:
         w_R, w_D = chosen.mix(shape["norm_R"], shape["norm_D"], shape["phi"] or 0.0)
         gradients["update"] = [w_R * g_R + w_D * g_D for g_R, g_D in zip(gradients["R"], gradients["D"])]
@@ -941,30 +944,30 @@ def m3_step(student, teacher, batch, method, params, settings=DEFAULTS, s_bar=No
         torch._foreach_mul_(gradients["update"], s_bar or 1.0)
     return Step(gradients["update"], columns, shape, s_bar)
 
-# --- 8. LoRA: few trainable weights, and a frozen teacher for free ---------------------------------------------------
+# --- 8. LoRA: few trainable weights, and a frozen teacher for free ------------------------------------------
 
 class LoRA(torch.nn.Module):
-    """base(x) + 2 B A x, base frozen. alpha = 2 rank, so alpha / rank is 2. A and B are float32, under bf16 too."""
-
+    """base(x) + 2 B A x, base frozen (alpha = 2 rank, so alpha / rank is 2); A and B always float32."""
     def __init__(self, base, rank):
         super().__init__()
         self.base, self.on, self.turned = base, True, type(base).__name__ == "Conv1D"  # GPT-2 keeps [in, out]
         n_out, n_in = base.weight.shape[::-1] if self.turned else base.weight.shape
-        self.lora_A = torch.nn.Linear(n_in, rank, bias=False).to(base.weight.device, torch.float32)  # kaiming uniform
-        self.lora_B = torch.nn.Linear(rank, n_out, bias=False).to(base.weight.device, torch.float32)
+        self.lora_A = torch.nn.Linear(n_in, rank, bias=False, dtype=torch.float32)  # kaiming uniform
+        self.lora_B = torch.nn.Linear(rank, n_out, bias=False, dtype=torch.float32)
         torch.nn.init.zeros_(self.lora_B.weight)  # so that the first step starts exactly at the base model
-
+        self.to(device=base.weight.device)
     def forward(self, x):  # the sum is taken in float32 and rounded once
         y = self.base(x)
-        return (y + self.lora_B(2 * self.lora_A(x.to(self.lora_A.weight.dtype)))).to(y.dtype) if self.on else y
-
+        if not self.on:
+            return y
+        return (y + self.lora_B(2 * self.lora_A(x.to(self.lora_A.weight.dtype)))).to(y.dtype)
     def merged(self):  # W + 2 B A, rounded once
-        weight, delta = self.base.weight.detach(), 2 * self.lora_B.weight.detach() @ self.lora_A.weight.detach()
+        weight = self.base.weight.detach()
+        delta = 2 * self.lora_B.weight.detach() @ self.lora_A.weight.detach()
         return (weight + (delta.T if self.turned else delta)).to(weight.dtype)
 
 def add_lora(model, rank, seed):
-    """Freeze the model; put an adapter on every linear layer of its blocks (".0." in the name), not on the head.
-    lora_share says how much of the blocks that is."""
+    """Freeze the model; adapt every linear layer of its blocks (".0." in the name), not the head."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # drawn on the CPU: the same adapter on every device
         for name, layer in list(model.requires_grad_(False).named_modules()):
@@ -975,8 +978,7 @@ def add_lora(model, rank, seed):
     return model
 
 def lora_share(model):
-    """(adapted, all): how many numbers of the blocks' weight matrices have an adapter, and how many there are.
-    Experts fused into one tensor are no linear layers: they have none, and stay frozen."""
+    """(adapted, all) numbers of the blocks' weight matrices. Experts fused into one tensor stay frozen."""
     sizes = {name: p.numel() for name, p in model.named_parameters()
              if re.search(r"\.\d+\.", name) and p.ndim > 1 and ".lora_" not in name}
     return sum(size for name, size in sizes.items() if name.endswith(".base.weight")), sum(sizes.values())
@@ -997,6 +999,7 @@ def lora_state(model):  # model.load_state_dict(it, strict=False) puts it back
     return {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
 
 def merged_state(model):
-    """W + 2 B A under the base's own names, for save_pretrained(folder, state_dict=...). The model is not touched."""
-    state = {name.replace(".base.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
-    return state | {f"{name}.weight": layer.merged() for name, layer in model.named_modules() if isinstance(layer, LoRA)}
+    """W + 2 B A under the base's own names, for save_pretrained(folder, state_dict=...)."""
+    state = {name.replace(".base.", "."): x for name, x in model.state_dict().items() if ".lora_" not in name}
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoRA)]
+    return state | {f"{name}.weight": layer.merged() for name, layer in layers}
