@@ -20,65 +20,91 @@ Shapes: P prompts, G responses per prompt, B = P*G rows, N response positions, V
 s the Signals and f the Settings of a method.
 """
 
-import collections, contextlib, functools, inspect, math, random, re, unicodedata
+import collections, contextlib, datetime, functools, inspect, math, random, re, unicodedata
 from fractions import Fraction
 from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-# --- 1. Prompts and problems -----------------------------------------------------------------------------------------
+# --- 1. Prompts and problems --------------------------------------------------------------------------------
 
-# How a reply of each kind ends, and the word that stands for the answer in the instruction.
+# A problem is a row {question, solution, answer, kind}. Its kind decides how the prompt reads, how a reply is
+# to end and which rule of `verify` grades it. Here: the end, and the instruction's word for the answer.
 FINISH = {"toy": ("#### {}", "number"), "gsm8k": ("#### {}", "number"), "svamp": ("#### {}", "number"),
           "math": (r"\boxed{{{}}}", "answer"), "arc": ("Answer: {}", "letter")}
 
 def reference_text(row, hint):
-    """The worked solution (hint "solution") or nothing but the answer ("answer"), closed as replies are to close."""
-    last, solution = FINISH[row["kind"]][0].format(row["answer"]), row["solution"] if hint == "solution" else ""
+    """What the teacher is shown: the worked solution (hint "solution") or the answer alone ("answer"), closed
+    as replies are to close. Where a row has "misled", a wrong {solution, answer, kind}, that is shown."""
+    shown = row.get("misled", row)
+    last = FINISH[shown["kind"]][0].format(shown["answer"])
+    solution = shown["solution"] if hint == "solution" else ""
     return solution if last in solution else f"{solution}\n{last}".strip()
 
-def prompt_text(tokenizer, row, shots=(), reference=""):
-    """What the student reads; with `reference`, its privileged teacher. Both end in the same instruction and prefix."""
+def prompt_text(tokenizer, row, shots=(), reference="", date=None):
+    """What the student reads; with `reference`, its privileged teacher. Both end in the same words.
+
+    shots: solved problems put in front. date: the day that a chat template may write, "2026-12-31", or today.
+    """
     if row["kind"] == "toy":
-        return row["question"] + (f" Hint : {reference}\nAnswer :" if reference else " Answer :")
+        hint = f" Hint : {reference}\n" if reference else " "
+        return f"{row['question']}{hint}Answer :"
     finish, word = FINISH[row["kind"]]
     ask = f'\n\nReason step by step, then finish with "{finish.format(word)}".'
-    hint = f"\n\nReference solution:\n{reference}\n\nNow derive the answer in your own words." if reference else ""
-    turns = [turn for shot in shots for turn in (shot["question"] + ask, reference_text(shot, "solution"))]
+    hint = ""
+    if reference:
+        hint = f"\n\nReference solution:\n{reference}\n\nNow derive the answer in your own words."
+    turns = []
+    for shot in shots:  # the student reads these too: never a misled one
+        right = {name: value for name, value in shot.items() if name != "misled"}
+        turns += [shot["question"] + ask, reference_text(right, "solution")]
     turns.append(row["question"] + hint + ask)
-    if tokenizer.chat_template:  # enable_thinking: for Qwen3 and its like, others ignore it
-        turns = [dict(role="assistant" if i % 2 else "user", content=turn) for i, turn in enumerate(turns)]
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    return "".join(turn + "\n\n" if i % 2 else f"Question: {turn}\nSolution: " for i, turn in enumerate(turns)).strip()
+    if tokenizer.chat_template:
+        messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+        day = datetime.date.fromisoformat(date) if date else datetime.date.today()
+        template = re.sub(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""",
+                          lambda call: f'"{day.strftime(call[2])}"', tokenizer.get_chat_template())
+        return tokenizer.apply_chat_template(  # enable_thinking: for Qwen3 and its like, others ignore it
+            messages, chat_template=template, tokenize=False, add_generation_prompt=True,
+            enable_thinking=False)
+    text = [turn + "\n\n" if i % 2 else f"Question: {turn}\nSolution: " for i, turn in enumerate(turns)]
+    return "".join(text).strip()
 
 def encode(tokenizer, texts):
-    """Ids with exactly one start token where the tokenizer knows one: a template writes it, plain text gets it here."""
+    """Ids with one start token where the tokenizer knows one: a template writes it, else it is added."""
     ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     if not tokenizer.chat_template and tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]:
         ids = [[tokenizer.bos_token_id, *x] for x in ids]
     return ids
 
-def encode_rows(tokenizer, rows, shots, hint):
-    """Problems {question, solution, answer, kind} + prompt, prompt_ids, teacher_ids. hint: of the privileged teacher's
-    prompt, see reference_text; "none" gives the teacher the student's. shots: solved problems put in front of each."""
-    reads = lambda reference: encode(tokenizer, [prompt_text(tokenizer, row, shots, reference(row)) for row in rows])
-    ids = reads(lambda row: "")
-    hinted = ids if hint == "none" else reads(lambda row: reference_text(row, hint))
-    return [row | dict(prompt=row["question"], prompt_ids=a, teacher_ids=b) for row, a, b in zip(rows, ids, hinted)]
+def encode_rows(tokenizer, rows, shots, hint, date=None):
+    """Problems + prompt, prompt_ids, teacher_ids. hint: the privileged teacher's, see reference_text; "none"
+    gives the teacher the student's ids. shots, date: see prompt_text."""
+    ids = encode(tokenizer, [prompt_text(tokenizer, row, shots, date=date) for row in rows])
+    hinted = ids
+    if hint != "none":
+        shown = [reference_text(row, hint) for row in rows]
+        pairs = zip(rows, shown, strict=True)
+        hinted = encode(tokenizer, [prompt_text(tokenizer, row, shots, text, date) for row, text in pairs])
+    return [row | {"prompt": row["question"], "prompt_ids": student, "teacher_ids": teacher}
+            for row, student, teacher in zip(rows, ids, hinted, strict=True)]
 
 def check_teacher(tokenizer, teacher_tokenizer, names, widths):
-    """The teacher reads the student's ids, logit against logit: same token maps, same widths. names, widths: pairs."""
+    """The teacher reads the student's ids: same token maps, same widths of the logits. names, widths: pairs.
+    Errors: ValueError."""
     ours, theirs = tokenizer.get_vocab(), teacher_tokenizer.get_vocab()
     odd = sorted(token for token in ours | theirs if ours.get(token) != theirs.get(token))
     if odd:
-        raise ValueError(f"{names[0]} and {names[1]} have different token maps: {len(odd)} tokens, such as {odd[0]!r},"
-                         f" id {ours.get(odd[0])} and id {theirs.get(odd[0])}; use a teacher of the same family")
+        raise ValueError(
+            f"{names[0]} and {names[1]} have different token maps: {len(odd)} tokens, such as {odd[0]!r}, id"
+            f" {ours.get(odd[0])} and id {theirs.get(odd[0])}; use a teacher of the same family")
     if widths[0] != widths[1]:
         raise ValueError(f"the logits of {names[0]} are {widths[0]} wide, those of {names[1]} {widths[1]}")
 
 @functools.lru_cache(2)
 def epoch(n, seed, number):
+    """The order of epoch `number` over n problems: a list of n indices."""
     order = list(range(n))
     random.Random(f"{seed} {number}").shuffle(order)
     return order

@@ -9,6 +9,7 @@ import ast
 import contextlib
 import copy
 import csv
+import datetime
 import html
 import inspect
 import io
@@ -17,6 +18,7 @@ import math
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import socket
@@ -74,7 +76,14 @@ def test_distill_residual_is_the_gradient(kind, clip):
     student, teacher = logits64(5, 7, 11).requires_grad_(), logits64(5, 7, 11, seed=1)
     D = m3.divergence(student, teacher, kind, lam=0.3, k=4)
     tau = D.median().item() + 1e-6 if clip else None
-    loss = D.clamp(max=tau) if clip else D
+    loss = D
+    if kind == "rkl-topk":  # its weights q r are held fixed
+        log_S, log_T = student.log_softmax(-1), teacher.log_softmax(-1)
+        top = log_S.topk(4).indices
+        q = log_S.detach().gather(-1, top).softmax(-1)
+        loss = (q * (log_S - log_T).detach().gather(-1, top) * log_S.gather(-1, top)).sum(-1)
+    if clip:
+        loss = torch.where(D < tau, loss, 0.0)
     (gradient,) = torch.autograd.grad(loss.sum(), student)
     residual = m3.distill_residual(student.detach(), teacher, kind, lam=0.3, tau=tau, k=4)
     torch.testing.assert_close(residual, gradient, rtol=1e-10, atol=1e-12)
@@ -156,7 +165,8 @@ def test_gates():
 
 def test_m3_seed_mixes_unit_residuals():
     D, R = torch.tensor([[3.0, -3.0]]), torch.tensor([[0.0, 0.01]])
-    seed = m3.m3_seed(D, R, torch.tensor([0.25]), 1e-12)
+    signals = types.SimpleNamespace(delta_D=D, delta_R=R)
+    seed, _ = m3.m3_seed(signals, m3.Settings(eps=1e-12), torch.tensor([0.25]))
     root = math.sqrt(0.5)
     torch.testing.assert_close(seed, torch.tensor([[0.25 * root, -0.25 * root + 0.75]]))
 
@@ -274,11 +284,6 @@ def test_sampler_draws_from_the_model_and_not_from_its_generation_config():
     expected = model(torch.tensor([[5, 6]])).logits[0, -1].softmax(-1)
     observed = torch.bincount(tokens[:, 0], minlength=23) / 4000
     assert (observed - expected).abs().max() < 0.03
-    narrow, _, logp = m3.sample(model, [[5, 6]], 500, 1, eos_ids=[EOS], pad_id=PAD, top_k=3,
-                                generator=torch.Generator().manual_seed(0))
-    assert set(narrow[:, 0].tolist()) == set(expected.topk(3).indices.tolist())
-    nucleus = m3.filter_logits(torch.tensor([0.5, 0.3, 0.15, 0.05]).log(), top_p=0.7)
-    assert nucleus.exp().tolist() == pytest.approx([0.5, 0.3, 0.0, 0.0])
 
 
 # --- scoring and gradients --------------------------------------------------------------------------------------------------
@@ -527,6 +532,14 @@ def test_readme_script_agrees_with_the_program(world, rewarded, monkeypatch):
         assert norm == pytest.approx(line["grad_norm"], rel=1e-6)
 
 
+def test_readme_lines_load_a_checkpoint_and_ask_it(world, capsys):
+    blocks = (HERE / "README.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    lines = next(block.split("```")[0] for block in blocks if "from_pretrained(folder)" in block)
+    assert '"runs/NAME/last"' in lines
+    exec(lines.replace("runs/NAME/last", str(world / train.toy_path())), {})
+    assert capsys.readouterr().out.startswith("Ann has 3 pens , gets 4 . How many ? Answer :")
+
+
 # --- the program ---------------------------------------------------------------------------------------------------------------
 
 
@@ -561,7 +574,7 @@ def run(world, *argv, code=0, read=True):
         os.chdir(here)
     if not read:
         return None
-    return records(world / argv[argv.index("--out") + 1])
+    return records(world / argv[argv.index("--out" if "--out" in argv else "--resume") + 1])
 
 
 def weights(world, out):
@@ -575,11 +588,18 @@ def rewarded(monkeypatch):
     monkeypatch.setattr(m3, "verify", lambda text, gold, kind: len(text) % 2)
 
 
+@pytest.fixture
+def untried(monkeypatch):
+    """No start-up check: for tests that count a run's own calls, or replace what it tries."""
+    monkeypatch.setattr(train, "try_out", lambda *args: None)
+
+
 def drawn_without_a_model(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_ids, pad_id,
                           uniforms=None, **settings):
-    """In place of m3.sample where runs of unlike arithmetic are compared. AdamW turns a rounding error in a gradient of
-    about 0 into a whole step, which turns a draw sooner or later, on one processor or another, and then every number
-    after it differs. These replies depend on the prompt and the uniforms alone; all that follows is the program's."""
+    """In place of m3.sample where runs of unlike arithmetic are compared. AdamW turns a rounding error in a
+    gradient of about 0 into a whole step; sooner or later that turns a draw, on one processor or another, and
+    every number after it differs. These replies depend on prompt and uniforms; the rest is the program's.
+    """
     asked = torch.tensor([[sum(prompt) % 97] for prompt in prompts for _ in range(group_size)])
     if uniforms is None:  # greedy
         uniforms = torch.full((len(asked), max_new_tokens), 0.5)
@@ -594,13 +614,15 @@ def drawn_without_a_model(model, prompts, group_size, max_new_tokens, temperatur
 
 
 @pytest.mark.parametrize("method", list(m3.METHODS))
-def test_every_method_trains_and_does_not_depend_on_the_batch_split(world, method, rewarded, monkeypatch):
+def test_every_method_trains_and_does_not_depend_on_the_batch_split(
+        world, method, rewarded, untried, monkeypatch):
     monkeypatch.setattr(m3, "sample", drawn_without_a_model)
     a = run(world, "--method", method, "--steps", "2", "--out", f"{method}-a")
-    assert [line["step"] for line in a] == [0, 1, 2] and all(set(line) >= set(train.METRICS) - {"seconds", "tokens_per_second"}
-                                                                for line in a)
+    named = set(train.METRICS) - {"seconds", "tokens_per_second"}
+    assert [line["step"] for line in a] == [0, 1, 2] and all(set(line) >= named for line in a)
     assert all(line["grad_norm"] > 0 for line in a[1:])
-    run(world, "--method", method, "--steps", "2", "--out", f"{method}-b", "--micro-batch", "2", "--vocab-chunk", "5")
+    split = ["--micro-batch", "2", "--vocab-chunk", "5"]
+    run(world, "--method", method, "--steps", "2", "--out", f"{method}-b", *split)
     start = train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).state_dict()
     one, two = weights(world, f"{method}-a"), weights(world, f"{method}-b")
     moved = max((one[k] - start[k]).abs().max() for k in one)
@@ -648,15 +670,25 @@ def test_eg_takes_its_peek_back(world, rewarded):
 
 
 def test_swa_is_the_mean_of_the_last_two_checkpoints(world, rewarded, monkeypatch):
-    judged = []
-    original = train.evaluate
-    monkeypatch.setattr(train, "evaluate", lambda model, *a: (judged.append({k: v.clone() for k, v in model.state_dict().items()}),
-                                                              original(model, *a))[1])
-    run(world, "--out", "swa", "--swa", "--lr", "1e-2")
+    """Of the last two that this run wrote: an abandoned one, another run's and other folders are no part of it."""
     from safetensors.torch import load_file
-    two, three = (load_file(world / f"swa/checkpoint-{n}/model.safetensors") for n in (2, 3))
-    assert all(torch.allclose(judged[-1][k], (two[k] + three[k]) / 2) for k in two) and not torch.equal(judged[-1][k := next(iter(two))], two[k])
-    assert "accuracy_swa" in json.loads((world / "swa" / "summary.json").read_text())
+    judged, out = [], world / "swa"
+
+    def evaluate(model, *rest, original=train.evaluate):
+        judged.append({name: value.clone() for name, value in model.state_dict().items()})
+        return original(model, *rest)
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    run(world, "--out", "swa", "--lr", "1e-2", "--steps", "4")
+    (out / "last").unlink()
+    (out / "last").symlink_to("checkpoint-2")  # back to step 2, on to step 3: checkpoint-4 is abandoned
+    shutil.copytree(out / "checkpoint-1", out / "checkpoint-50")
+    (out / "checkpoint-best").mkdir()
+    run(world, "--resume", "swa", "--swa")
+    two, three = (load_file(out / f"checkpoint-{step}/model.safetensors") for step in (2, 3))
+    assert all(torch.allclose(judged[-1][name], (two[name] + three[name]) / 2) for name in two)
+    assert any(not torch.equal(two[name], three[name]) for name in two)
+    assert "accuracy_swa" in json.loads((out / "summary.json").read_text())
+    assert (out / "checkpoint-best").exists() and (out / "checkpoint-50").exists()
 
 
 def test_probe_ends_with_the_papers_rule(world, rewarded, capsys):
@@ -665,15 +697,70 @@ def test_probe_ends_with_the_papers_rule(world, rewarded, capsys):
     assert "Caveat" in printed and json.loads((world / "probe" / "summary.json").read_text())["steps"] == 10
 
 
-def test_compare_makes_one_table_and_goes_on_where_it_stopped(world):
-    run(world, "--compare", "m3-select", "--seeds", "2", "--out", "cmp", read=False)
-    table = (world / "cmp" / "table.md").read_text()
-    assert table.count("\n") == 3 and "| m3-select |" in table and (world / "cmp" / "curves.png").stat().st_size > 10_000
-    stamp = (world / "cmp" / "m3-select-0" / "summary.json").stat().st_mtime
-    (world / "cmp" / "m3-select-1" / "summary.json").unlink()  # as if killed before its end: it resumes from its checkpoint
-    run(world, "--compare", "m3-select", "--seeds", "2", "--out", "cmp", read=False)
-    assert (world / "cmp" / "m3-select-1" / "summary.json").exists() and (world / "cmp" / "table.md").read_text() == table
-    assert (world / "cmp" / "m3-select-0" / "summary.json").stat().st_mtime == stamp
+def test_compare_makes_one_table_and_goes_on_where_it_stopped(world, capsys):
+    argv, out = ["--seeds", "2", "--out", "cmp"], world / "cmp"
+    run(world, "--compare", "m3-select", *argv, read=False)
+    table = (out / "table.md").read_text()
+    assert table.count("\n") == 3 and "| m3-select |" in table and "±" in table
+    assert (out / "curves.png").stat().st_size > 10_000
+    assert "2 of 2 runs, 0 minutes left" in capsys.readouterr().out
+    stamp = (out / "m3-select-0" / "summary.json").stat().st_mtime
+    one = out / "m3-select-1"
+    (one / "summary.json").unlink()  # as if killed before its end, then copied by something that drops links
+    (one / "last").unlink()
+    (one / "notes.txt").write_text("mine")
+    run(world, "--compare", "m3-select", *argv, read=False)
+    assert "goes on from cmp/m3-select-1/checkpoint-3" in (out / "m3-select-1.log").read_text()
+    assert (one / "summary.json").exists() and (out / "table.md").read_text() == table
+    assert (out / "m3-select-0" / "summary.json").stat().st_mtime == stamp
+    assert (one / "notes.txt").read_text() == "mine" and (one / "checkpoint-1").exists()
+    run(world, "--compare", "grpo", "--seeds", "1", "--out", "cmp", read=False)  # one more row, no spread
+    table = (out / "table.md").read_text()
+    assert [row.split(" | ")[0] for row in table.splitlines()[2:]] == ["| grpo", "| m3-select"]
+    assert "±" not in table
+
+
+def test_compare_refuses_what_it_did_not_make(world, capsys):
+    out = world / "refused"
+    run(world, "--method", "opd", "--out", "refused/opd-0", read=False)
+    capsys.readouterr()
+    for extra in (["--alpha-max", "0.5"], ["--lr", "0.001"], ["--steps", "4"], ["--temperature", "0.5"]):
+        run(world, "--compare", "opd", "--seeds", "1", "--out", "refused", *extra, code=2)  # of other flags
+        one_line(capsys, "refused/opd-0", *extra, "--out")
+    (out / "grpo-0").mkdir()
+    (out / "grpo-0" / "notes.txt").write_text("mine")
+    run(world, "--compare", "grpo", "--seeds", "1", "--out", "refused", code=2)
+    one_line(capsys, "refused/grpo-0", "notes.txt")
+    run(world, "--compare", "rlsd", "--seeds", "1", "--lora-rank", "2", "--out", "refused-too", code=2)
+    one_line(capsys, "--lora-rank 0")
+    assert (out / "grpo-0" / "notes.txt").read_text() == "mine" and not (out / "table.md").exists()
+    assert not list(out.glob("*.log"))  # no process was started
+
+
+def test_standing_of_a_run(world, rewarded, monkeypatch):
+    """new, broken, finished: by its flags, its checkpoints and its summary, not by the folder's name."""
+    run(world, "--out", "stand", "--save-every", "2")
+    monkeypatch.chdir(world)
+    flags = train.parse_flags([*FAST, "--out", "stand", "--threads", "2", "--save-every", "9"])
+    out = world / "stand"
+    assert train.standing(out, flags) == "finished"  # --threads, --save-every change no result
+    flags.steps = 9
+    config = (out / "config.json").read_text()
+    (out / "config.json").write_text(config.replace('"steps": 3', '"steps": 9'))
+    assert train.standing(out, flags) == "broken"  # taken further, then killed: that summary is of three steps
+    for name in ("checkpoint-2", "checkpoint-3", "last"):
+        (out / name).rename(world / f"stand-{name}")
+    assert train.standing(out, flags) == "new"  # killed before its first checkpoint
+    (out / "checkpoint-5").mkdir()
+    with pytest.raises(SystemExit):  # holds no weights, but who knows what
+        train.standing(out, flags)
+    (out / "checkpoint-5").rmdir()
+    (out / "config.json").write_text(config)
+    flags.steps = 3
+    assert train.standing(world / "nowhere", flags) == "new" and train.standing(out, flags) == "new"
+    before = (out / "metrics.jsonl").read_text()
+    assert len(run(world, "--out", "stand")) == 4  # the same flags start in place
+    assert [json.loads(line)["step"] for line in before.splitlines()] == [0, 1, 2, 3]
 
 
 def test_a_collapsed_run_is_seen_and_may_stop(world, monkeypatch):
@@ -714,10 +801,87 @@ def test_toy_world(world):
         assert m3.verify(tokenizer.decode(ids), row["answer"], "gsm8k") == 1
         wrong = str(int(row["answer"]) + 1)
         assert m3.verify(tokenizer.decode(ids), wrong, "gsm8k") == 0
-        student, teacher = (tokenizer(m3.prompt_text(tokenizer, row, reference=hint))["input_ids"] for hint in ("", row["solution"]))
-        assert student[-2:] == teacher[-2:] and row["solution"] not in m3.prompt_text(tokenizer, row)
+        texts = [m3.prompt_text(tokenizer, row, reference=hint) for hint in ("", row["solution"])]
+        student, teacher = m3.encode(tokenizer, texts)
+        assert student[-2:] == teacher[-2:] and row["solution"] not in texts[0]
+        assert [tokenizer.decode(ids) for ids in (student, teacher)] == texts
     held = {row["question"].split(" ", 1)[1] for row in rows[400:]}
     assert not held & {row["question"].split(" ", 1)[1] for row in rows[:400]}
+
+
+def test_toy_problems_stay_what_they_were():
+    """The published tables are of these problems: by number, not by another run of the same code."""
+    first, *_, last = train.toy_rows(4096, 0)
+    assert first == {
+        "question": "Dua has 15 keys , loses 2 , gets 4 , doubles them . How many ?",
+        "solution": "15 - 2 = 13\n13 + 4 = 17\n17 * 2 = 34\n#### 34", "answer": "34", "kind": "toy"}
+    assert (last["question"], last["answer"]) == (
+        "Eli has 3 nuts , gets 5 . How many ?", "8")
+    held = train.toy_rows(200, 0, heldout=True)[-1]
+    assert held["question"] == "Hana has 9 figs , loses 3 , loses 1 , loses 1 . How many ?"
+
+
+def test_toy_tokenizer_reads_signs_that_touch_a_word():
+    tokenizer = train.toy_tokenizer()
+    spaced = "Ann has 3 pens , gets 4 . How many ? Hint : 3 + 4 = 7\n#### 7\nAnswer :"
+    close = "Ann has 3 pens, gets 4. How many? Hint: 3+4=7\n####7\nAnswer:"
+    assert m3.encode(tokenizer, [close]) == m3.encode(tokenizer, [spaced])
+    assert tokenizer.decode(m3.encode(tokenizer, [close])[0]) == spaced
+    close, spaced = m3.encode(tokenizer, ["Ann,Bob  has 5-2*2\n\n", "Ann , Bob has 5 - 2 * 2 \n \n"])
+    assert close == spaced
+    assert tokenizer("Ann<eos>")["input_ids"] == [tokenizer.convert_tokens_to_ids("Ann"), EOS]
+    assert tokenizer("pen, 100")["input_ids"].count(tokenizer.unk_token_id) == 2
+
+
+def test_hints_that_err():
+    rows = {share: train.toy_rows(1000, 1, hint_error=share) for share in (0.0, 0.25, 0.5, 1.0)}
+    misled = {share: {row["question"] for row in part if "misled" in row} for share, part in rows.items()}
+    assert [len(names) for names in misled.values()] == [0, 228, 475, 980]  # 20 of 1000: 2 + 2 = 2 * 2
+    assert misled[0.25] < misled[0.5] < misled[1.0]  # by the numbers of the problem: nested, for every seed
+    for part in rows.values():
+        assert [{**row, "misled": 0} for row in part] == [{**row, "misled": 0} for row in rows[0.0]]
+    tokenizer = train.toy_tokenizer()
+    for row in rows[1.0]:
+        honest = {name: value for name, value in row.items() if name != "misled"}
+        assert m3.verify(row["solution"], row["answer"], "toy") == 1
+        assert m3.prompt_text(tokenizer, row) == m3.prompt_text(tokenizer, honest)
+        for hint in ("solution", "answer"):
+            shown = m3.reference_text(row, hint)
+            if "misled" not in row:
+                assert shown == m3.reference_text(honest, hint) and "2 * 2 = 4" in row["solution"]
+                continue
+            assert m3.verify(shown, row["answer"], "toy") == 0
+            assert shown.endswith(f"#### {row['misled']['answer']}")
+            assert shown.startswith("####") == (hint == "answer")
+    for ops, solution in (([("*", 2)], "5 + 2 = 7\n#### 7"), ([("+", 3)], "5 - 3 = 2\n#### 2"),
+                          ([("+", 1), ("-", 2)], "5 + 1 = 6\n6 + 2 = 8\n#### 8")):
+        assert train.toy_misled(5, ops, 1.0)["solution"] == solution
+    row = rows[1.0][0] | {"kind": "gsm8k"}  # a real model's examples are right, whatever its teacher is shown
+    text = m3.prompt_text(tokenizer, ROW, shots=[row], reference=m3.reference_text(row, "solution"))
+    assert text.count(row["solution"]) == text.count(row["misled"]["solution"]) == 1
+
+
+def test_a_second_toy_task_is_one_entry(world, monkeypatch):
+    """--model sum, --dataset sum: problems, words and a corpus; prompts and verifier are the kind's."""
+    def sums(flags):
+        rows = [{"question": f"{a} + {b}", "solution": f"#### {a + b}", "answer": str(a + b), "kind": "toy"}
+                for a in range(5) for b in range(5)]
+        return {"train": rows[:20], flags.eval_split: rows[20:]}
+
+    def corpus(rng, count, larger):
+        pairs = [(rng.randrange(5), rng.randrange(5)) for _ in range(count)]
+        return [(f"{a} + {b} Answer :", f"#### {a + b}") for a, b in pairs]
+
+    words = ["<pad>", "<eos>", "<unk>", "\n", "+", "####", "Answer", "Hint", ":", *map(str, range(9))]
+    monkeypatch.setitem(train.TASKS, "sum", train.Task(sums, corpus, words))
+    monkeypatch.setattr(train, "OWN_MODEL", [*train.OWN_MODEL, "sum"])
+    folder = world / train.toy_path(task="sum")
+    train.toy_base_model(0, steps=1, task="sum").save_pretrained(folder)
+    train.toy_tokenizer(words).save_pretrained(folder)
+    log = run(world, "--model", "sum", "--dataset", "sum", "--out", "sum", "--steps", "1")
+    assert len(log) == 2 and folder.name.startswith("sum-base-")
+    prompts = {line["prompt"] for line in records(world / "sum", "samples")}
+    assert len(prompts) == 4 and all(re.fullmatch(r"\d \+ \d", prompt) for prompt in prompts)
 
 
 def test_command_line_in_its_own_process(world):
@@ -1317,19 +1481,13 @@ def tiny_model(kind, **kw):
     return model(config(**common)).eval()
 
 
-@pytest.fixture(autouse=True)
-def fresh_files(monkeypatch):
-    """A run reads its data set once and keeps it; tests write another one under the same name."""
-    monkeypatch.setattr(train, "read_parts", train.read_parts.__wrapped__)
-
-
 def write(path, rows):
     path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
 
 
 def one_row(tmp_path, row, fields=NONE):
-    return train.load_rows(write(tmp_path / "x.jsonl", [row]), "train", fields, 0)[0]
+    return train.load_rows(write(tmp_path / "x.jsonl", [row]), fields, 0, ["train"])["train"][0]
 
 
 # --- rows ---------------------------------------------------------------------------------------------------------
@@ -1337,12 +1495,13 @@ def one_row(tmp_path, row, fields=NONE):
 
 @with_files
 def test_all_shared_rows_load(capsys):
-    splits = {s: train.load_rows(str(SHARED), s, NONE, 0) for s in ("train", "validation", "test")}  # gsm8k_{train,test}
+    splits = train.load_rows(str(SHARED), NONE, 0)  # gsm8k_train, gsm8k_test
     assert {s: len(r) for s, r in splits.items()} == {"train": 6973, "validation": 500, "test": 1319}
     assert {r["kind"] for rows in splits.values() for r in rows} == {"gsm8k"}
     assert len({r["question"] for rows in splits.values() for r in rows}) == 7473 + 1319  # nothing in two splits
     assert not any("<<" in r["solution"] for r in splits["train"]) and "####" in splits["train"][0]["solution"]
-    svamp = [r for s in splits for r in train.load_rows(str(SHARED / "svamp.json"), s, NONE, 0)]
+    parts = train.load_rows(str(SHARED / "svamp.json"), NONE, 0)
+    svamp = [r for s in splits for r in parts[s]]
     assert len(svamp) == 1000 and {r["kind"] for r in svamp} == {"svamp"}
     assert svamp[0]["question"].endswith("pack, How much do you have to pay to buy each pack?")
     assert (svamp[0]["answer"], svamp[0]["solution"]) == ("51", "( 76 - 25 ) = 51")
@@ -1373,46 +1532,174 @@ def test_layouts(tmp_path):
 def test_files(tmp_path):
     rows = [{"question": f"q\u2028{i}", "answer": f"so\n#### {i}"} for i in range(50)]
     def same(path):
-        everything = [r["answer"] for s in ("train", "validation", "test") for r in train.load_rows(str(path), s, NONE, 0)]
-        assert sorted(map(int, everything)) == list(range(50))
-        return train.load_rows(str(path), "train", NONE, 0)
+        parts = train.load_rows(str(path), NONE, 0)
+        assert sorted(int(r["answer"]) for part in parts.values() for r in part) == list(range(50))
+        return parts
     first = same(write(tmp_path / "a.jsonl", rows))
     (tmp_path / "array.jsonl").write_text(json.dumps(rows, indent=1))  # Hd12
     with open(tmp_path / "a.csv", "w", newline="", encoding="utf-8-sig") as file:
         writer = csv.DictWriter(file, ["question", "answer"])
-        writer.writeheader(), writer.writerows(rows)
+        writer.writeheader()
+        writer.writerows(rows)
     import datasets
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
     assert all(same(tmp_path / name) == first for name in ("array.jsonl", "a.csv", "a.parquet"))
-    assert train.load_rows(str(tmp_path / "a.jsonl"), "train", NONE, 1) != first  # another seed holds out other rows
-    (tmp_path / "folder").mkdir()
-    write(tmp_path / "folder/train-00000-of-00002.jsonl", rows[:20]), write(tmp_path / "folder/train-00001-of-00002.jsonl", rows[20:30])
-    write(tmp_path / "folder/dev.json", rows[30:40]), write(tmp_path / "folder/test.jsonl", rows[40:])
-    sizes = [len(train.load_rows(str(tmp_path / "folder"), s, NONE, 0)) for s in ("train", "validation", "test")]
-    assert sizes == [30, 10, 10]
+    other = train.load_rows(str(tmp_path / "a.jsonl"), NONE, 1)
+    assert other["train"] != first["train"]  # another seed holds out other rows
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder / "train-00000-of-00002.jsonl", rows[:20])
+    write(folder / "train-00001-of-00002.jsonl", rows[20:30])
+    write(folder / "dev.json", rows[30:40])
+    write(folder / "test.jsonl", rows[40:])
+    parts = train.load_rows(str(folder), NONE, 0)
+    assert {name: len(part) for name, part in parts.items()} == {"train": 30, "validation": 10, "test": 10}
+
+
+def test_cells_stay_as_they_stand(tmp_path):
+    """What a reader that guesses column types changes or refuses."""
+    def golds(name, text, encoding="utf-8"):
+        (tmp_path / name).write_text(text, encoding)
+        return [r["answer"] for r in train.load_rows(str(tmp_path / name), NONE, 0, ["train"])["train"]]
+    assert golds("a.csv", 'question,answer\na,007\nb,1.50\nc,7\n"d, e",x\n') == ["007", "1.50", "7", "x"]
+    mixed = '{"question": "a", "answer": 7}\n\n{"answer": "x+1", "question": "b", "why": {"x": 1}}\n'
+    assert golds("a.jsonl", mixed) == ["7", "x+1"]
+    assert golds("b.json", '{"question": "a", "answer": "2020-01-02"}\r\n', "utf-8-sig") == ["2020-01-02"]
 
 
 def test_math_500_is_cut_in_three(monkeypatch):
     import datasets
     rows = [{"problem": f"p{i}", "solution": f"\\boxed{{{i}}}", "answer": str(i)} for i in range(500)]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *name: {"test": rows} if name == ("HuggingFaceH4/MATH-500",) else 1 / 0)
-    parts = [train.load_rows("math", s, NONE, 0) for s in ("train", "validation", "test")]
-    assert [len(p) for p in parts] == [350, 50, 100] and len({r["question"] for p in parts for r in p}) == 500
+    known = {("HuggingFaceH4/MATH-500",): {"test": rows}}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name: known[name])
+    parts = train.load_rows("math", NONE, 0)
+    assert [len(parts[name]) for name in ("train", "validation", "test")] == [350, 50, 100]
+    assert len({r["question"] for part in parts.values() for r in part}) == 500
 
 
 def test_bad_golds_are_counted_and_named(tmp_path, capsys):
-    rows = [{"question": f"q{i}", "answer": f"#### {i}"} for i in range(30)] + [{"question": "odd", "answer": "#### n/a"}]
-    got = [r for s in ("train", "validation", "test") for r in train.load_rows(write(tmp_path / "x.jsonl", rows), s, NONE, 0)]
+    rows = [{"question": f"q{i}", "answer": f"#### {i}"} for i in range(30)]
+    rows.append({"question": "odd", "answer": "#### n/a"})
+    parts = train.load_rows(write(tmp_path / "x.jsonl", rows), NONE, 0)
+    got = [r for part in parts.values() for r in part]
     assert len(got) == 30 and {r["kind"] for r in got} == {"gsm8k"}
     out = capsys.readouterr().out
-    assert "1 of " in out and "odd -> n/a" in out and out.count("\n") == 1
+    assert "1 rows left out" in out and "odd -> n/a" in out and out.count("\n") == 1
+
+
+USER = [{"role": "user", "content": "1 + 1?"}]
+
+
+@pytest.mark.parametrize("question, text", [
+    (USER, "1 + 1?"), (USER[0], "1 + 1?"), ([{"role": "system", "content": "Add."}, *USER], "Add.\n\n1 + 1?"),
+    ([{"content": [{"type": "text", "text": "1 + 1?"}], "role": "user"}], "1 + 1?"), (["1 + 1?"], "1 + 1?"),
+    (json.dumps(USER), "1 + 1?"), (str(USER), "1 + 1?"), ('[{"x": 1}] has how many keys?', None), (5, "5"),
+    ("[1, 2] has which sum?", None)])
+def test_questions_that_are_messages(tmp_path, question, text):
+    """TRL's and verl's layout, and the same as text, as a .csv holds it."""
+    for column in ("prompt", "question"):
+        assert one_row(tmp_path, {column: question, "answer": "2"})["question"] == (text or question)
+    row = one_row(tmp_path, {"prompt": question, "reward_model": {"style": "rule", "ground_truth": "2"}})
+    assert (row["question"], row["answer"]) == (text or question, "2")
+
+
+@pytest.mark.parametrize("answer, gold", [
+    (["1"], "1"), ('["1"]', "1"), ("['1']", "1"), ("[1]", "1"), ([7], "7"), ([["7"]], "7"), ([2.5], "2.5"),
+    ('["$\\\\frac{1}{2}$"]', r"$\frac{1}{2}$"), ("[1, 2]", "[1, 2]"), ("[0, 1)", "[0, 1)"),
+    ("{1, 2}", "{1, 2}"), (["1", "2"], None), ('["1", "2"]', None), ("""["1", '2']""", None),
+    ('[["1"]]', None), ([], None), ({"a": 1}, None), (True, None), (math.nan, None), (math.inf, None),
+    (None, None), ("NaN", None), ("", None), ("1\ud83d", None),
+    ([{"role": "assistant", "content": "2"}], None)])
+def test_golds_that_are_lists_or_no_text(tmp_path, capsys, answer, gold):
+    """A list of one is that one; several, or what is no text, is left out and named, never spelled out."""
+    rows = [{"problem": f"p{i}", "answer": "x + 1"} for i in range(9)]
+    rows.append({"problem": "odd", "answer": answer})
+    got = train.load_rows(write(tmp_path / "x.jsonl", rows), NONE, 0, ["train"])
+    golds = {r["question"]: r["answer"] for part in got.values() for r in part}
+    assert golds.get("odd") == gold and len(golds) == 9 + (gold is not None)
+    assert ("x.jsonl: 1 rows left out" in capsys.readouterr().out) == (gold is None)
+
+
+@pytest.mark.parametrize("question", [
+    "", None, math.nan, True, [], ["a", "b"], {"text": None}, [{"role": "user"}],
+    [{"role": "user", "content": None}], [*USER, {"role": "assistant", "content": "2"}], [*USER, "b"],
+    "Ann \ud83d has", [{"role": "user", "content": "\udc00"}], '[{"role": "user", "content": "cut'])
+def test_questions_that_are_no_text(tmp_path, capsys, question):
+    rows = [{"question": f"q{i}", "answer": str(i)} for i in range(9)]
+    rows.append({"question": question, "answer": "10"})
+    got = train.load_rows(write(tmp_path / "x.jsonl", rows), NONE, 0, ["train"])
+    assert sorted(int(r["answer"]) for part in got.values() for r in part) == list(range(9))
+    out = capsys.readouterr().out
+    assert "x.jsonl: 1 rows left out" in out and out.count("\n") == 1
+    out.encode()
+
+
+def test_solutions_may_lack(tmp_path):
+    for solution, text in ((None, ""), (math.nan, ""), (["first", "second"], "first"), ("<<1+1=2>>2", "2")):
+        assert one_row(tmp_path, {"question": "q", "answer": "2", "solution": solution})["solution"] == text
+
+
+def keys(rows):
+    return {" ".join(row["question"].lower().split()) for row in rows}
+
+
+def test_equal_questions_stay_in_one_split(tmp_path, capsys):
+    spellings = "What is {} ?", "what is {} ?", " What  is {} ?", "WHAT IS\n{} ? ", "What is {} ?"
+    rows = [{"question": text.format(i), "answer": str(i)} for text in spellings for i in range(40)]
+    parts = train.load_rows(write(tmp_path / "x.jsonl", rows), NONE, 0)
+    assert {name: len(part) for name, part in parts.items()} == {"test": 40, "validation": 20, "train": 140}
+    for a, b in (("train", "test"), ("train", "validation"), ("validation", "test")):
+        assert not keys(parts[a]) & keys(parts[b])
+    assert "x.jsonl: 160 of 200 rows ask what another asks" in capsys.readouterr().out
+
+
+def test_no_test_row_stands_in_train(tmp_path, capsys):
+    rows = [{"question": f"q {i}", "answer": str(i)} for i in range(60)]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder / "train.json", rows[:40] + rows[50:])
+    write(folder / "train-backup.json", [row | {"question": row["question"].upper()} for row in rows[:40]])
+    write(folder / "test.json", rows[50:])
+    parts = train.load_rows(str(folder), NONE, 0)
+    assert {name: len(part) for name, part in parts.items()} == {"test": 10, "validation": 8, "train": 72}
+    assert not keys(parts["train"]) & (keys(parts["test"]) | keys(parts["validation"]))
+    out = capsys.readouterr().out
+    assert "50 of 100 rows ask what another asks" in out and "10 whose question a held-out part" in out
+
+
+def test_a_large_file_is_read_once_under_bars(tmp_path, monkeypatch):
+    """Work is counted, not timed: each row once, each different gold once, the guess from 1000 rows."""
+    count, bars, read, verified = 3000, {}, [], []
+    rows = [{"question": f"q{i}", "answer": f"{i % 50}.5"} for i in range(count)]
+    path = write(tmp_path / "x.jsonl", rows)
+    bar, read_file, verify = train.bar, train.read_file, m3.verify
+
+    def counting_bar(rows, text):
+        bars[text.split(", ")[-1]] = len(rows)
+        return bar(rows, text)
+    monkeypatch.setattr(train, "bar", counting_bar)
+    monkeypatch.setattr(train, "read_file", lambda path: read.append(path) or read_file(path))
+    monkeypatch.setattr(m3, "verify", lambda *a: verified.append(a) or verify(*a))
+    train.gold_parses.cache_clear()
+    parts = train.load_rows(path, NONE, 0)
+    assert sum(map(len, parts.values())) == count and bars == {"train": count, "answers": count}
+    assert (len(read), len(verified)) == (1, 50)
+    encoded(tokenizer(), parts["train"])
+    assert bars["by the thousand"] == math.ceil(len(parts["train"]) / 1000)
+
+
+@pytest.mark.parametrize("kind", ["gsm8k", "math", "arc", "toy"])
+def test_plain_numbers_parse_without_the_verifier(kind):
+    for gold in ("7", "-12", "0", "007", "9" * 15, "9" * 16, "-", "1.5", "x", "", "B", "٣", "7\n"):
+        want = m3.verify(m3.FINISH[kind][0].format(gold), gold, kind) == 1 and gold.strip() != ""
+        assert (train.gold_parses(gold, kind) and gold.strip() != "") == want, gold
 
 
 @pytest.mark.usefixtures("failing")
 def test_data_errors(tmp_path):
     def line(dataset, split="train", fields=NONE):
         with pytest.raises(Failed) as error:
-            train.load_rows(str(dataset), split, fields, 0)
+            train.load_rows(str(dataset), fields, 0, [split])
         return str(error.value)
     (tmp_path / "empty.jsonl").write_text("")
     assert "empty.jsonl: 0 train rows" in line(tmp_path / "empty.jsonl")
@@ -1421,14 +1708,15 @@ def test_data_errors(tmp_path):
     assert "'why'" in line(tmp_path / "x.jsonl", fields=dict(prompt=None, answer="label", solution="why"))
     for name in ("/no/such/dir", "./mistyped-dir", "gsm9k"):  # Hd08
         assert "folder not found" in line(name)
-    assert "--dataset FILE" in line("gsm8k") and "OfflineMode" in line("gsm8k")  # Hd07: offline
+    assert "--dataset FILE" in line("gsm8k") and "ffline" in line("gsm8k")  # Hd07: offline
     (tmp_path / "bad.jsonl").write_text('{"question": "a"}\n{"question": \n')
     assert "cannot be read" in line(tmp_path / "bad.jsonl") and "line 2" in line(tmp_path / "bad.jsonl")
     (tmp_path / "list.json").write_text('["a", "b"]')
     assert "cannot be read" in line(tmp_path / "list.json")
-    assert "0 train rows" in line((tmp_path / "nothing").mkdir() or tmp_path / "nothing")
+    (tmp_path / "nothing").mkdir()
+    assert "0 train rows" in line(tmp_path / "nothing")
     assert "0 test rows" in line(write(tmp_path / "y.jsonl", [{"prompt": "p", "answer": "7"}]), "test")
-    assert "0 of 1 train rows" in line(write(tmp_path / "y.jsonl", [{"prompt": "p", "answer": ""}]))
+    assert "0 usable train rows" in line(write(tmp_path / "y.jsonl", [{"prompt": "p", "answer": ""}]))
 
 
 # --- prompts ------------------------------------------------------------------------------------------------------
@@ -1493,6 +1781,30 @@ def test_length_filter(capsys):  # Hc10, Hd09, Hd11
     assert out.startswith("1 of 2 rows dropped") and "too long" in out and out.count("\n") == 1
     with pytest.raises(Failed, match="0 of 2 rows left after the length filter"):
         encoded(tok, [ROW, long], context=room - 1)
+
+
+DATED = "{{ strftime_now('%d %b %Y') }} {% for m in messages %}{{ m.content }} {% endfor %}"
+
+
+def test_the_date_in_a_prompt_is_given():
+    tok = tokenizer(DATED, words="31 Dec 2024")
+    assert m3.prompt_text(tok, ROW, date="2024-12-31").startswith("31 Dec 2024 Ann has 3")
+    assert m3.prompt_text(tok, ROW, [ROW], "3 + 4", "2024-12-31").startswith("31 Dec 2024 Ann has 3")
+    before, text = datetime.date.today(), m3.prompt_text(tok, ROW)
+    assert text[:11] in [f"{day:%d %b %Y}" for day in (before, datetime.date.today())]
+    row = train.encode_rows([ROW], tok, 10 ** 6, 16, [], "solution", "2024-12-31")[0]
+    assert [tok.decode(row[name])[:11] for name in ("prompt_ids", "teacher_ids")] == ["31 Dec 2024"] * 2
+
+
+@pytest.mark.usefixtures("failing")
+@pytest.mark.parametrize("few", [8, 100])
+def test_few_shot_may_not_take_every_row(few):
+    rows = [ROW | {"question": f"Ann has {i}"} for i in range(8)]
+    with pytest.raises(Failed, match=f"--few-shot {len(rows[:few])} takes all rows"):
+        encoded(tokenizer(), rows, shots=rows[:few])
+    again = rows[0] | {"question": " ANN has 0"}  # the same question: the answer stands in the prompt
+    left = encoded(tokenizer(), [again, *rows[1:]], shots=rows[:7])
+    assert [row["question"] for row in left] == ["Ann has 7"]
 
 
 # --- models -------------------------------------------------------------------------------------------------------
@@ -1602,37 +1914,70 @@ def test_lora_seed_and_scale():
     torch.testing.assert_close(layer(x), want)
 
 
-# --- the start-up check ---------------------------------------------------------------------------------------------
+# --- the start-up check ----------------------------------------------------------------------------------
 
 
 def starting(model, other=None, **flags):
     """train.try_out, as a run calls it before its first rollouts."""
-    flags = dict(model="M", teacher="T", lora_rank=0, gradient_checkpointing=False) | flags
-    return train.try_out(model, other, tokenizer(), types.SimpleNamespace(**flags))
+    usual = {"model": "M", "teacher": "T", "lora_rank": 0, "gradient_checkpointing": False, "kernel": "logit"}
+    return train.try_out(model, other, tokenizer(), types.SimpleNamespace(**usual | flags))
 
 
 def settings_of(model):
     """Its config, but for two values that each save_pretrained writes into it."""
-    return {name: value for name, value in model.config.to_dict().items() if name not in ("dtype", "architectures")}
+    return {
+        name: value
+        for name, value in model.config.to_dict().items()
+        if name not in ("dtype", "architectures")
+    }
 
 
 def by_name(name, **kw):
     """A tiny random causal model of any architecture in transformers."""
-    common = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    common = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
     torch.manual_seed(0)
-    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**common | kw)).eval()
+    return getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(**common | kw)
+    ).eval()
 
 
-HEADS = dict(intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-EXPERTS = HEADS | dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, moe_topk=2)
+HEADS = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+EXPERTS = HEADS | {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_topk": 2,
+}
 
 
 @pytest.mark.usefixtures("failing")
-@pytest.mark.parametrize("name, kw", [
-    ("Mamba", dict(state_size=8)), ("Lfm2", HEADS | dict(layer_types=["conv", "full_attention"])),
-    ("Qwen3Next", EXPERTS | dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
-                                 linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
-                                 shared_expert_intermediate_size=16))])
+@pytest.mark.parametrize(
+    "name, kw",
+    [
+        ("Mamba", {"state_size": 8}),
+        ("Lfm2", HEADS | {"layer_types": ["conv", "full_attention"]}),
+        (
+            "Qwen3Next",
+            EXPERTS
+            | {
+                "layer_types": ["linear_attention", "full_attention"],
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+                "shared_expert_intermediate_size": 16,
+            },
+        ),
+    ],
+)
 def test_models_without_keys_and_values_are_refused_at_the_start(name, kw):
     model = by_name(name, **kw)
     with pytest.raises(Failed, match="--model M cannot be sampled.*keys and values"):
@@ -1655,33 +2000,48 @@ def test_the_start_up_check_lets_sound_models_pass_and_moves_nothing(dtype, caps
             for checkpointing in (False, True):
                 starting(model, teacher, lora_rank=lora_rank, gradient_checkpointing=checkpointing)
             assert torch.equal(torch.get_rng_state(), noise) and settings_of(model) == settings
-            assert same(dict(model.state_dict()), dict(before)) and not any(m.training for m in model.modules())
+            assert same(dict(model.state_dict()), dict(before)) and not any(
+                m.training for m in model.modules()
+            )
             assert all(p.grad is None for p in model.parameters())
             assert ("(100%)" in capsys.readouterr().out) == bool(lora_rank)
 
 
 @pytest.mark.usefixtures("failing")
-@pytest.mark.parametrize("spoil, words", [
-    (lambda m: setattr(m, "sample", lambda *a, f=m3.sample, **kw: (*f(*a, **kw)[:2], f(*a, **kw)[2] - 0.3)), "sampled"),
-    (lambda m: setattr(m, "hidden_states", lambda *a, f=m3.hidden_states, **kw: f(*a, **kw) * 2), "scored"),
-    (lambda m: setattr(m, "hidden_states", lambda *a, f=m3.hidden_states, **kw: f(*a, **kw).detach().requires_grad_()),
-     "grad"),
-    (lambda m: setattr(m, "hidden_states", lambda *a, f=m3.hidden_states, **kw: f(*a, **kw) * math.nan), "scored")])
-def test_the_start_up_check_sees_what_is_wrong(spoil, words, monkeypatch):
-    changed = types.SimpleNamespace(**vars(m3))
-    spoil(changed)
-    monkeypatch.setattr(train, "m3", changed)
+@pytest.mark.parametrize("name, change, words", [
+    ("sample", lambda drawn: (*drawn[:2], drawn[2] - 0.3), "sampled"),
+    ("hidden_states", lambda h: 2 * h, "scored"),
+    ("hidden_states", lambda h: h * math.nan, "scored"),
+    ("hidden_states", lambda h: h.detach().requires_grad_(), "grad")])
+def test_the_start_up_check_sees_what_is_wrong(name, change, words, monkeypatch):
+    right = getattr(m3, name)
+    monkeypatch.setattr(m3, name, lambda *args, **kw: change(right(*args, **kw)))
     for dtype in (torch.float32, torch.bfloat16):
         with pytest.raises(Failed, match=words):
             starting(tiny_model("llama", initializer_range=0.2).to(dtype))
 
 
 @pytest.mark.usefixtures("failing")
-@pytest.mark.parametrize("name, kw", [
-    ("OPT", dict(ffn_dim=48, num_attention_heads=4, word_embed_proj_dim=32, dropout=0.1, attention_dropout=0.1,
-                 layerdrop=0.5)),
-    ("Starcoder2", HEADS | dict(embedding_dropout=0.1)), ("GPTNeoX", HEADS | dict(hidden_dropout=0.1)),
-    ("GPTBigCode", dict(n_embd=32, n_layer=2, n_head=4)), ("Phi3", HEADS | dict(resid_pdrop=0.1, embd_pdrop=0.1))])
+@pytest.mark.parametrize(
+    "name, kw",
+    [
+        (
+            "OPT",
+            {
+                "ffn_dim": 48,
+                "num_attention_heads": 4,
+                "word_embed_proj_dim": 32,
+                "dropout": 0.1,
+                "attention_dropout": 0.1,
+                "layerdrop": 0.5,
+            },
+        ),
+        ("Starcoder2", HEADS | {"embedding_dropout": 0.1}),
+        ("GPTNeoX", HEADS | {"hidden_dropout": 0.1}),
+        ("GPTBigCode", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
+        ("Phi3", HEADS | {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+    ],
+)
 def test_gradient_checkpointing_has_no_dropout_at_all(name, kw, monkeypatch):
     model = by_name(name, **kw)
     settings = settings_of(model)
@@ -1691,7 +2051,9 @@ def test_gradient_checkpointing_has_no_dropout_at_all(name, kw, monkeypatch):
     assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
     assert settings_of(model) == settings  # what is saved keeps its dropouts
     model = by_name(name, **kw)
-    monkeypatch.setattr(train, "use_checkpointing", lambda m: m.gradient_checkpointing_enable())  # dropouts left on
+    monkeypatch.setattr(
+        train, "use_checkpointing", lambda m: m.gradient_checkpointing_enable()
+    )  # dropouts left on
     with pytest.raises(Failed, match="--gradient-checkpointing does not work with M: leave it out"):
         starting(model, gradient_checkpointing=True)
 
@@ -1699,15 +2061,23 @@ def test_gradient_checkpointing_has_no_dropout_at_all(name, kw, monkeypatch):
 @pytest.mark.usefixtures("failing")
 def test_adapters_say_how_much_of_the_blocks_they_cover(capsys):
     model = m3.add_lora(by_name("Qwen3Moe", **EXPERTS), 4, 0)
-    matrices = [p for name, p in by_name("Qwen3Moe", **EXPERTS).named_parameters() if ".layers." in name and p.ndim > 1]
+    matrices = [
+        p
+        for name, p in by_name("Qwen3Moe", **EXPERTS).named_parameters()
+        if ".layers." in name and p.ndim > 1
+    ]
     attention = 2 * (32 * 32 * 2 + 16 * 32 * 2)  # two layers of q, o and the smaller k, v
     assert m3.lora_share(model) == (attention, sum(p.numel() for p in matrices))
     starting(model, lora_rank=4)
     assert f"adapters on {attention:,} of" in capsys.readouterr().out
-    if hasattr(transformers, "PhimoeForCausalLM"):  # its router is a Linear with two outputs: no adapter there
+    if hasattr(
+        transformers, "PhimoeForCausalLM"
+    ):  # its router is a Linear with two outputs: no adapter there
         starting(m3.add_lora(by_name("Phimoe", **EXPERTS), 4, 0), lora_rank=4)
         assert "adapters on 6,144 of 43,264 block weights (14%)" in capsys.readouterr().out
-    with pytest.raises(Failed, match="--lora-rank: adapters do not fit M: leave it out"):  # reads a layer's weight itself
+    with pytest.raises(
+        Failed, match="--lora-rank: adapters do not fit M: leave it out"
+    ):  # reads a layer's weight itself
         starting(m3.add_lora(by_name("HunYuanMoEV1", **EXPERTS), 4, 0), lora_rank=4)
     bare = tiny_model("llama").requires_grad_(False)
     with pytest.raises(Failed, match="no linear layers"):
@@ -1741,7 +2111,9 @@ def test_end_ids_are_the_tokenizers(tmp_path):
     bare.eos_token = None
     bare.save_pretrained(tmp_path)
     for vocab in (64, 60_000):  # outside the model's vocabulary too, or only the tokenizer's
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab, n_embd=8, n_layer=1, n_head=1))  # 50256 by default
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=vocab, n_embd=8, n_layer=1, n_head=1)
+        )  # 50256 by default
         model.save_pretrained(tmp_path)
         with pytest.raises(Failed, match=r"no end token in tokenizer or settings, only \[50256\]"):
             train.load_model(str(tmp_path), torch.float32, "cpu")
@@ -1750,26 +2122,65 @@ def test_end_ids_are_the_tokenizers(tmp_path):
     assert train.load_model(str(tmp_path), torch.float32, "cpu")[2] == {1, 5}
 
 
-@pytest.mark.parametrize("config, length", [
-    (LlamaConfig(max_position_embeddings=64), 64), (BloomConfig(), 10**9), (GPT2Config(n_positions=48), 48),
-    (Phi3Config(hidden_size=32, num_attention_heads=4, max_position_embeddings=64, original_max_position_embeddings=12,
-                rope_scaling=dict(type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4)), 12),
-    (LlamaConfig(max_position_embeddings=64, rope_scaling=dict(rope_type="dynamic", factor=2.0,
-                                                                original_max_position_embeddings=12)), 12),
-    (LlamaConfig(max_position_embeddings=64, rope_scaling=dict(rope_type="dynamic", factor=2.0)), 64),
-    (LlamaConfig(max_position_embeddings=64, rope_scaling=dict(rope_type="yarn", factor=4.0,
-                                                                original_max_position_embeddings=16)), 64),
-    (LlamaConfig(max_position_embeddings=64, rope_scaling=dict(
-        rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
-        original_max_position_embeddings=16)), 64)])
+@pytest.mark.parametrize(
+    "config, length",
+    [
+        (LlamaConfig(max_position_embeddings=64), 64),
+        (BloomConfig(), 10**9),
+        (GPT2Config(n_positions=48), 48),
+        (
+            Phi3Config(
+                hidden_size=32,
+                num_attention_heads=4,
+                max_position_embeddings=64,
+                original_max_position_embeddings=12,
+                rope_scaling={"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
+            ),
+            12,
+        ),
+        (
+            LlamaConfig(
+                max_position_embeddings=64,
+                rope_scaling={"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 12},
+            ),
+            12,
+        ),
+        (LlamaConfig(max_position_embeddings=64, rope_scaling={"rope_type": "dynamic", "factor": 2.0}), 64),
+        (
+            LlamaConfig(
+                max_position_embeddings=64,
+                rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+            ),
+            64,
+        ),
+        (
+            LlamaConfig(
+                max_position_embeddings=64,
+                rope_scaling={
+                    "rope_type": "llama3",
+                    "factor": 4.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                },
+            ),
+            64,
+        ),
+    ],
+)
 def test_context_length(config, length):
     assert train.context_length(config) == length
 
 
 def test_within_the_context_length_the_number_of_tokens_changes_nothing():
     """LongRoPE: a long row beside a short one changes the short one's logits, but only beyond the limit."""
-    model = by_name("Phi3", **HEADS, max_position_embeddings=64, original_max_position_embeddings=12, rope_scaling=dict(
-        type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4))
+    model = by_name(
+        "Phi3",
+        **HEADS,
+        max_position_embeddings=64,
+        original_max_position_embeddings=12,
+        rope_scaling={"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
+    )
     limit = train.context_length(model.config)
     short = torch.arange(5, 11)[None]
     logits = [model(input_ids=F.pad(short, (0, n - 6))).logits[:, :6] for n in (6, limit, limit + 1)]
@@ -1816,7 +2227,38 @@ def test_lora_run_resumes_and_saves_a_merged_model(world, rewarded, kind):
     assert moved and all(("mlp" in k or "attn" in k) and k.endswith("weight") for k in moved)  # no norm, head or embedding
 
 
-@pytest.mark.parametrize("extra", [["--gradient-checkpointing"], ["--sample-batch", "1"], ["--vocab-chunk", "3"]])
+def test_a_run_keeps_its_date(world, rewarded, monkeypatch):
+    """A chat template writes the day: a run resumed on another day reads the prompts that it began with."""
+    argv = real_world(world, "qwen3", "dated")
+    tok = transformers.AutoTokenizer.from_pretrained(world / "dated")
+    tok.chat_template = DATED
+    tok.save_pretrained(world / "dated")
+    prompts, prompt_text = [], m3.prompt_text
+
+    def kept(*args, **kw):
+        prompts.append(prompt_text(*args, **kw))
+        return prompts[-1]
+    monkeypatch.setattr(m3, "prompt_text", kept)
+    run(world, *argv, "--method", "sdpo", "--out", "dated-run", "--steps", "1", read=False)
+    config = json.loads((world / "dated-run" / "config.json").read_text())
+    assert abs(datetime.date.today() - datetime.date.fromisoformat(config["date"])).days <= 1
+    (world / "dated-run" / "config.json").write_text(json.dumps(config | {"date": "2001-02-03"}))
+    prompts.clear()
+    run(world, "--resume", "dated-run", "--steps", "2", read=False)
+    assert {text[:11] for text in prompts} == {"03 Feb 2001"} and any("own words" in text for text in prompts)
+
+
+def test_hint_error_is_what_the_teacher_reads(world, rewarded, monkeypatch):
+    read, reference_text = [], m3.reference_text
+    monkeypatch.setattr(m3, "reference_text", lambda *a: read.append(reference_text(*a)) or read[-1])
+    run(world, "--hint-error", "0.5", "--steps", "1", "--out", "misled", read=False)
+    rows = train.toy_rows(4096, 0, hint_error=0.5)
+    assert read[:4096] == [reference_text(row, "solution") for row in rows]
+    assert 0.4 < sum("misled" in row for row in rows) / 4096 < 0.5
+    run(world, "--hint-error", "0.5", "--dataset", "gsm8k", "--model", "anything", code=2)
+
+
+@pytest.mark.parametrize("extra", [["--gradient-checkpointing"], ["--vocab-chunk", "3"]])
 def test_memory_flags_do_not_change_the_result(world, rewarded, extra):
     argv = [*real_world(world, "llama", "model-llama"), "--lora-rank", "4", "--steps", "1", "--kernel", "local"]
     name = extra[0].strip("-")
@@ -1858,25 +2300,118 @@ def test_an_architecture_local_does_not_know_is_refused_at_once(world, capsys):
     assert "--kernel logit" in capsys.readouterr().err
 
 
-# --- ntk.py: four kernels, proven against each other ------------------------------------------------------------------------------
+def spoiled(world, name, change):
+    """The tiny llama of real_world, loaded, changed and saved again as a folder of this name."""
+    real_world(world, "llama", "model-llama")
+    model = AutoModelForCausalLM.from_pretrained(world / "model-llama")
+    tok = transformers.AutoTokenizer.from_pretrained(world / "model-llama")
+    change(model, tok)
+    model.save_pretrained(world / name)
+    tok.save_pretrained(world / name)
+    return name
 
 
-V, CONFIGS = 29, dict(qwen3=Qwen3Config, qwen2=Qwen2Config, llama=LlamaConfig, mistral=MistralConfig, phi3=Phi3Config)
+def test_the_start_up_check_ends_a_run_before_its_first_rollouts(world, capsys, monkeypatch):
+    monkeypatch.setattr(train, "evaluate", None)  # nothing is sampled in earnest
+    llama = ["--model", "model-llama"]
+    ending = spoiled(
+        world, "ends-elsewhere", lambda model, tok: setattr(model.generation_config, "eos_token_id", [1, 5])
+    )
+    broken = spoiled(world, "broken", lambda model, tok: model.lm_head.weight.data[:2].fill_(math.nan))
+    tok = transformers.AutoTokenizer.from_pretrained(world / "model-llama")
+    for name, kw in (
+        ("Lfm2", HEADS | {"layer_types": ["conv", "full_attention"]}),
+        ("HunYuanMoEV1", EXPERTS),
+    ):
+        by_name(name, **kw | {"vocab_size": len(tok), "max_position_embeddings": 256}).save_pretrained(
+            world / name
+        )
+        tok.save_pretrained(world / name)
+    for argv, words in (
+        (["--model", "Lfm2"], ["--model Lfm2", "keys and values"]),
+        ([*llama, "--teacher", "Lfm2"], ["--teacher Lfm2"]),
+        (["--model", "HunYuanMoEV1", "--lora-rank", "4"], ["--lora-rank", "leave it out"]),
+        ([*llama, "--teacher", ending], ["--teacher", "ends with [1, 5]"]),
+        (["--model", broken], ["NaN or infinity in 1 weights", "lm_head"]),
+    ):
+        run(world, *argv, "--out", "never", code=2)
+        one_line(capsys, *words)
+    assert not (world / "never" / "metrics.jsonl").exists()
+
+
+def test_the_start_up_check_changes_no_result(world, rewarded, request):
+    one = run(world, "--out", "tried", "--steps", "1")
+    request.getfixturevalue("untried")
+    assert one == run(world, "--out", "untried", "--steps", "1")
+    assert same(weights(world, "tried"), weights(world, "untried"))
+
+
+def test_the_length_filter_counts_the_original_context(world, rewarded, capsys):
+    tok = tokenizer(words=" ".join(word for word in train.TOY_WORDS if word.strip()))
+    scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    by_name(
+        "Phi3",
+        **HEADS
+        | {
+            "vocab_size": len(tok),
+            "max_position_embeddings": 512,
+            "rope_scaling": scaling,
+            "original_max_position_embeddings": 200,
+        },
+    ).save_pretrained(world / "phi3")
+    tok.save_pretrained(world / "phi3")
+    run(world, "--model", "phi3", "--out", "phi3-run", "--steps", "1")
+    assert "depends on the length beyond 200 tokens: the length filter counts 200" in capsys.readouterr().out
+    run(world, "--model", "phi3", "--out", "phi3-long", "--max-new-tokens", "199", code=2)
+    one_line(capsys, "within a context of 200")
+
+
+# --- ntk.py: four kernels, proven against each other --------------------------------------------------------
+
+
+V, CONFIGS = (
+    29,
+    {
+        "qwen3": Qwen3Config,
+        "qwen2": Qwen2Config,
+        "llama": LlamaConfig,
+        "mistral": MistralConfig,
+        "phi3": Phi3Config,
+    },
+)
 
 
 def small(kind="qwen3", tied=True, layers=2):
     torch.manual_seed(0)
     if kind == "gpt2":
-        config = GPT2Config(vocab_size=V, n_embd=16, n_layer=layers, n_head=4, n_positions=32, tie_word_embeddings=tied,
-                            scale_attn_by_inverse_layer_idx=True)
+        config = GPT2Config(
+            vocab_size=V,
+            n_embd=16,
+            n_layer=layers,
+            n_head=4,
+            n_positions=32,
+            tie_word_embeddings=tied,
+            scale_attn_by_inverse_layer_idx=True,
+        )
     else:
-        more = dict(qwen3=dict(head_dim=6), mistral=dict(sliding_window=4),
-                    llama=dict(attention_bias=True, mlp_bias=True))
-        config = CONFIGS[kind](vocab_size=V, hidden_size=16, intermediate_size=20, num_hidden_layers=layers,
-                               num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied, pad_token_id=0,
-                               **more.get(kind, {}))
+        more = {
+            "qwen3": {"head_dim": 6},
+            "mistral": {"sliding_window": 4},
+            "llama": {"attention_bias": True, "mlp_bias": True},
+        }
+        config = CONFIGS[kind](
+            vocab_size=V,
+            hidden_size=16,
+            intermediate_size=20,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=tied,
+            pad_token_id=0,
+            **more.get(kind, {}),
+        )
     model = AutoModelForCausalLM.from_config(config).double()
-    with torch.no_grad():       # norm weights off 1, biases off 0, weights large enough to matter
+    with torch.no_grad():  # norm weights off 1, biases off 0, weights large enough to matter
         for p in model.parameters():
             p.mul_(2 if p.ndim > 1 else 1).add_(0.2 * torch.randn_like(p))
     return model.eval()
@@ -1888,23 +2423,36 @@ def rows_of(B=4, prompt=5, N=5, group=2, seed=1):
     ids = torch.randint(1, V, (B, prompt + N), generator=g)
     mask = torch.ones_like(ids)
     for i in range(B):
-        ids[i, :prompt], mask[i, :i // group] = ids[i - i % group, :prompt], 0
-        mask[i, prompt + N - i % 3:] = 0
-    delta = [torch.randn(B, N, V, generator=g, dtype=torch.float64).softmax(-1) * (1 + torch.arange(B)[:, None, None]) -
-             torch.randn(B, N, V, generator=g, dtype=torch.float64).mul(2).softmax(-1) for _ in range(2)]
+        ids[i, :prompt], mask[i, : i // group] = ids[i - i % group, :prompt], 0
+        mask[i, prompt + N - i % 3 :] = 0
+    delta = [
+        torch.randn(B, N, V, generator=g, dtype=torch.float64).softmax(-1)
+        * (1 + torch.arange(B)[:, None, None])
+        - torch.randn(B, N, V, generator=g, dtype=torch.float64).mul(2).softmax(-1)
+        for _ in range(2)
+    ]
     return (ids, mask, *(d * mask[:, prompt:, None] for d in delta))
 
 
 def position_gradients(model, ids, mask, delta):
-    """The plain loop: J^n delta^n by one backward pass per position over the whole row -> [B,N,parameters]."""
+    """The plain loop: J^n delta^n, one backward pass per position over the whole row -> [B,N,parameters]."""
     B, N, _ = delta.shape
     params, out = [p for p in model.parameters() if p.requires_grad], []
     for b in range(B):
-        row, m = ids[b:b + 1], mask[b:b + 1]
+        row, m = ids[b : b + 1], mask[b : b + 1]
         z = model(input_ids=row, attention_mask=m, position_ids=ntk._positions(m)).logits[0]
         for n in range(N):
-            g = torch.autograd.grad((z[-N - 1 + n] * delta[b, n]).sum(), params, retain_graph=True, allow_unused=True)
-            out.append(torch.cat([(torch.zeros_like(p) if x is None else x).flatten() for x, p in zip(g, params)]))
+            g = torch.autograd.grad(
+                (z[-N - 1 + n] * delta[b, n]).sum(), params, retain_graph=True, allow_unused=True
+            )
+            out.append(
+                torch.cat(
+                    [
+                        (torch.zeros_like(p) if x is None else x).flatten()
+                        for x, p in zip(g, params, strict=False)
+                    ]
+                )
+            )
     return torch.stack(out).view(B, N, -1)
 
 
@@ -1915,13 +2463,14 @@ def loop(model, ids, mask, delta_D, delta_R):
 
 
 def close(got, want, tol=1e-9):
-    for x, y in zip(got, want):
+    for x, y in zip(got, want, strict=False):
         assert torch.isfinite(x).all() and (x - y).abs().max() <= tol * y.abs().max(), (x, y)
 
 
 def cut_attention(module, q, k, v, attention_mask, scaling=None, **kwargs):
     """The cut attention, the obvious way: detached keys and values."""
     k, v = (x.detach().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling  # GPT-2 of transformers 5.0 gives none
     return ((q @ k.mT * scaling + attention_mask).softmax(-1) @ v).transpose(1, 2), None
 
 
@@ -1930,18 +2479,24 @@ def cut_attentions():
     AttentionInterface.register("cut_plainly", cut_attention)
     AttentionMaskInterface.register("cut_plainly", eager_mask)
     yield
-    AttentionInterface._global_mapping.pop("cut_plainly"), AttentionMaskInterface._global_mapping.pop("cut_plainly")
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop("cut_plainly")
 
 
 class Linear2(nn.Module):
     """z = W2 W1 e(token): everything of K_DR can be written down."""
+
     def __init__(self):
         super().__init__()
-        self.e, self.W1, self.W2 = nn.Embedding(V, 6), nn.Linear(6, 5, bias=False), nn.Linear(5, V, bias=False)
+        self.e, self.W1, self.W2 = (
+            nn.Embedding(V, 6),
+            nn.Linear(6, 5, bias=False),
+            nn.Linear(5, V, bias=False),
+        )
         self.e.weight.requires_grad_(False)
 
     def forward(self, input_ids, logits_to_keep=0, **kwargs):
-        return type("Out", (), dict(logits=self.W2(self.W1(self.e(input_ids)))[:, -logits_to_keep:]))
+        return type("Out", (), {"logits": self.W2(self.W1(self.e(input_ids)))[:, -logits_to_keep:]})
 
 
 class Lora(nn.Module):
@@ -1957,13 +2512,16 @@ class Lora(nn.Module):
 def with_lora(model):
     model.requires_grad_(False)
     for layer in model.model.layers:
-        for part, names in ((layer.self_attn, ("q_proj", "k_proj", "v_proj", "o_proj")), (layer.mlp, ("down_proj",))):
+        for part, names in (
+            (layer.self_attn, ("q_proj", "k_proj", "v_proj", "o_proj")),
+            (layer.mlp, ("down_proj",)),
+        ):
             for name in names:
                 setattr(part, name, Lora(getattr(part, name)))
     return model.double()
 
 
-# ---------------------------------------------------------------------------------------------- exact and hutchinson
+# --- exact and hutchinson -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_exact_is_the_loop(kind):
     model, data = small(kind), rows_of()
@@ -2001,15 +2559,16 @@ def test_hutchinson():
     model, data = small(), rows_of()
     want = ntk.kdr(model, *data, "exact")
     close(ntk.kdr(model, *data, "hutchinson", signs=hadamard(8)[:, None, :5].expand(-1, 4, -1)), want, 1e-6)
-    signs = hadamard(16)[:, :10].reshape(16, 2, 5).repeat(1, 2, 1)       # two rows share each probe
-    close(ntk.kdr(model, *data, "hutchinson", signs=signs, rows=2), want, 1e-6)       # (norms are float32 inside)
-    seeded = [ntk.kdr(model, *(x[:1] for x in data), "hutchinson", probes=32,
-                      generator=torch.Generator().manual_seed(0))[0] for _ in range(2)]
+    seeded = []
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(0)
+        row = [x[:1] for x in data]
+        seeded.append(ntk.kdr(model, *row, "hutchinson", probes=32, generator=generator)[0])
     assert (seeded[0] == seeded[1]).all()
-    close(seeded[:1], [want[0][:1]], 0.5)                                    # the mean of random probes comes near
+    close(seeded[:1], [want[0][:1]], 0.5)  # the mean of random probes comes near
 
 
-# ---------------------------------------------------------------------------------------------- the local kernel
+# --- the local kernel ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", [*CONFIGS, "gpt2"])
 def test_local_is_exact_under_the_same_cut(kind, tied):
@@ -2017,7 +2576,9 @@ def test_local_is_exact_under_the_same_cut(kind, tied):
     order = torch.tensor([3, 0, 2, 1])  # prompts are recognised and run once wherever their rows stand
     with shapes_read(model.get_decoder()) as read:
         got, shuffled = ntk.kdr(model, *data, "local"), ntk.kdr(model, *(x[order] for x in data), "local")
-    assert read == [(2, 4), (8, 5)] * 2  # all but the last column of 2 prompts, then the 5 input tokens of twice 4 rows
+    assert (
+        read == [(2, 4), (8, 5)] * 2
+    )  # all but the last column of 2 prompts, then the 5 input tokens of twice 4 rows
     model.set_attn_implementation("cut_plainly")
     close(got, ntk.kdr(model, *data, "exact"))
     close(shuffled, [x[order] for x in got])
@@ -2025,19 +2586,22 @@ def test_local_is_exact_under_the_same_cut(kind, tied):
 
 @pytest.mark.parametrize("change", ["lora", "norms", "head", "one_prompt_column", "chunks"])
 def test_local_counts_what_is_trained(change):
-    model, data = small(), rows_of(**dict(prompt=1, group=1) if change == "one_prompt_column" else {})
+    model, data = small(), rows_of(**{"prompt": 1, "group": 1} if change == "one_prompt_column" else {})
     if change == "one_prompt_column":
         data[1][:, 0] = 1
     if change == "lora":
         with_lora(model)
     if change in ("norms", "head"):
         for name, p in model.named_parameters():
-            p.requires_grad_(("norm" in name) == (change == "norms") and (change == "norms" or "embed" in name))
-    if change == "chunks":              # the training loop's way: residuals seen by chunks of positions
+            p.requires_grad_(
+                ("norm" in name) == (change == "norms") and (change == "norms" or "embed" in name)
+            )
+    if change == "chunks":  # the training loop's way: residuals seen by chunks of positions
         ids, mask, D, R = data
-        parts = [ntk.head_terms(model, D[:, i], R[:, i], ids[:, 4:-1][:, i]) for i in (slice(0, 2), slice(2, 5))]
-        terms = {k: torch.cat([p[k] for p in parts], 1) for k in parts[0]}
-        K = ntk.local_terms(model, ids, mask, 5, terms)[0]
+        read, halves = ids[:, 4:-1], (slice(0, 2), slice(2, 5))
+        parts = [ntk.head_terms(model, D[:, i], R[:, i], read[:, i]) for i in halves]
+        terms = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+        K = ntk.local_terms(model, ids, mask, terms)[0]
         return close([K], ntk.kdr(model, *data, "local")[:1])
     got = ntk.kdr(model, *data, "local")
     model.set_attn_implementation("cut_plainly")
@@ -2056,15 +2620,105 @@ def test_local_is_exact_where_nothing_is_left_out():
 def test_flat_tokens_by_chunks_are_the_same(kernel, monkeypatch):
     model, (ids, mask, D, R) = small(), rows_of(B=6)
     R[2:5] = 0  # rows without a reward signal: K = cos = 0, and `local` does not run them
-    real, ran, local = mask[:, -D.shape[1]:].bool(), [], ntk.local_terms
-    monkeypatch.setattr(ntk, "local_terms", lambda model, ids, *rest: ran.append(len(ids)) or local(model, ids, *rest))
+    real, ran, local = mask[:, -D.shape[1] :].bool(), [], ntk.local_terms
+
+    def counted(model, ids, *rest):
+        ran.append(len(ids))
+        return local(model, ids, *rest)
+
+    monkeypatch.setattr(ntk, "local_terms", counted)
     for chunk in (4, 100):
-        pieces = list(zip(D[real].split(chunk), R[real].split(chunk)))
+        pieces = zip(D[real].split(chunk), R[real].split(chunk), strict=True)
         got = ntk.kdr_flat(model, ids, mask, real, pieces, kernel, chunk)
         close(got, [x[real] for x in ntk.kdr(model, ids, mask, D, R, kernel)])
     assert ran[::2] == ([3, 3] if kernel == "local" else []) and (got[0] == 0).sum() >= real[2:5].sum()
     if kernel == "local":  # no row at all has one
-        assert not torch.stack(ntk.kdr_flat(model, ids, mask, real, [(D[real], 0 * R[real])], kernel, 100)).any()
+        assert not torch.stack(ntk.kdr_flat(model, ids, mask, real, [(D[real], 0 * R[real])], kernel)).any()
+
+
+def test_local_by_hand():
+    """The worked case in ntk.py's comments: a linear layer at two positions; then a norm of 1 + w."""
+    a = torch.tensor([[[1.0, 2], [0, 3]]])
+    b_D, b_R = torch.tensor([[[1.0, -1], [0, 1]]]), torch.tensor([[[2.0, 1], [1, -2]]])
+    layer, terms = nn.Linear(2, 2), torch.zeros(3, 1, 2)
+    layer.register_forward_hook(ntk._hook(["weight"], terms, {}))
+    out = layer(a.repeat_interleave(2, 0))
+    out.backward(torch.cat([b_D, b_R]))
+    assert terms.tolist() == [[[5.0, -18.0]], [[10.0, 9.0]], [[25.0, 45.0]]]
+    assert ntk.linear_share(a, b_D, b_R, ["weight", "bias"])[0].tolist() == [[6.0, -20.0]]
+
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = (
+                nn.Parameter(torch.tensor([5.0, 7.0])),
+                nn.Parameter(torch.tensor([9.0, 9.0])),
+            )
+
+        def forward(self, x):
+            return x / 2 * (1 + self.weight) + self.bias
+
+    share = ntk.norm_share(Norm(), a, b_D, b_R, ["weight"])  # x_hat = (0.5, 1) and (0, 1.5)
+    assert share[0].tolist() == [[2 * 0.25 - 1, -2 * 2.25]]
+    share = ntk.norm_share(Norm(), a, b_D, b_R, ["weight", "bias"])
+    assert share[0].tolist() == [[2 * 0.25 - 1 + 1, -2 * 2.25 - 2]]
+    heads = torch.stack([a, 2 * a], 2)  # [1,2,2 heads,2]: one weight serves both, gradients add up first
+    pair = [torch.stack([b, b], 2) for b in (b_D, b_R)]
+    assert ntk.norm_share(Norm(), heads, *pair, ["weight"])[0].tolist() == [
+        [9 * (2 * 0.25 - 1), 9 * -2 * 2.25]
+    ]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_local_where_embeddings_are_scaled_in_place(frozen):  # CTRL
+    torch.manual_seed(0)
+    config = transformers.CTRLConfig(vocab_size=V, n_positions=32, n_embd=16, dff=20, n_layer=2, n_head=2)
+    model, data = AutoModelForCausalLM.from_config(config).double().eval(), rows_of()
+    if frozen:
+        model.get_input_embeddings().requires_grad_(False)
+    got = ntk.kdr(model, *data, "local")
+    ntk.try_kernel(model.float(), "local")
+    model.double().set_attn_implementation("cut_plainly")
+    close(got, loop(model, *data))
+
+
+def test_a_kernel_that_cannot_run_says_so_at_the_start():
+    def made(config):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+    shape = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    moe = made(transformers.Qwen3MoeConfig(**shape, **experts, intermediate_size=20, num_key_value_heads=2))
+    bloom = made(BloomConfig(vocab_size=V, hidden_size=16, n_layer=2, n_head=2))
+    checkpointed = small().float()
+    checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for model in (moe, bloom):
+        for kernel in ("exact", "logit"):
+            ntk.try_kernel(model, kernel)
+    for model, kernel in (
+        (moe, "hutchinson"),
+        (bloom, "hutchinson"),
+        (checkpointed, "hutchinson"),
+        (moe, "local"),
+        (bloom, "local"),
+    ):
+        with pytest.raises(ValueError, match="--kernel logit") as error:
+            ntk.try_kernel(model, kernel)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 400
+    for kernel in ("local", "exact", "hutchinson", "logit"):
+        for dtype in (torch.float32, torch.bfloat16):
+            ntk.try_kernel(small().to(dtype), kernel)
+            ntk.try_kernel(with_lora(small()).to(dtype), kernel)
+    ntk.try_kernel(checkpointed, "local")
+
+
+def test_a_model_that_local_would_get_wrong_is_refused():
+    model = small().float()
+    layer = model.model.layers[0].mlp.down_proj
+    layer.register_forward_hook(lambda module, args, out: out + args[0] @ module.weight.T)  # a second use
+    with pytest.raises(ValueError, match="exact under the same cut"):
+        ntk.try_kernel(model, "local")
 
 
 def test_low_precision():
@@ -2078,7 +2732,9 @@ def test_low_precision():
 
 def test_errors_name_the_mend():
     model, data = small(), rows_of()
-    bloom = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=V, hidden_size=16, n_layer=2, n_head=2)).double()
+    bloom = AutoModelForCausalLM.from_config(
+        BloomConfig(vocab_size=V, hidden_size=16, n_layer=2, n_head=2)
+    ).double()
     odd = small()
     odd.model.layers[0].mlp.scale = nn.Parameter(torch.ones(2, 2))
     capped = small()
@@ -2093,7 +2749,7 @@ def test_errors_name_the_mend():
         ntk.kdr(model, *data[:3], data[3][:, 1:])
 
 
-# ---------------------------------------------------------------------------------------------- all kernels
+# --- all kernels --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kernel", ["logit", "local", "exact", "hutchinson"])
 def test_model_comes_back_as_it_was(kernel):
     model, data = small(), rows_of()
@@ -2102,9 +2758,20 @@ def test_model_comes_back_as_it_was(kernel):
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
 
     def state():
-        hooks = [(n, m.training, len(m._forward_hooks), len(m._backward_hooks)) for n, m in model.named_modules()]
-        weights = [(n, p.requires_grad, p._backward_hooks, p.data_ptr(), p.sum().item(), p.grad is None or p.grad.sum())
-                   for n, p in model.named_parameters()]
+        hooks = [
+            (n, m.training, len(m._forward_hooks), len(m._backward_hooks)) for n, m in model.named_modules()
+        ]
+        weights = [
+            (
+                n,
+                p.requires_grad,
+                p._backward_hooks,
+                p.data_ptr(),
+                p.sum().item(),
+                p.grad is None or p.grad.sum(),
+            )
+            for n, p in model.named_parameters()
+        ]
         interface = model.config._attn_implementation, sorted(AttentionInterface._global_mapping)
         return hooks, weights, interface, torch.is_grad_enabled()
 
@@ -2112,7 +2779,7 @@ def test_model_comes_back_as_it_was(kernel):
         before = state()
         ntk.kdr(model, *data, kernel)
         assert state() == before
-        if kernel == "local":                               # also after an error halfway
+        if kernel == "local":  # also after an error halfway
             model.config.num_hidden_layers = 9
             with pytest.raises((ValueError, IndexError)):
                 ntk.kdr(model, *data, kernel)
@@ -2123,31 +2790,39 @@ def test_model_comes_back_as_it_was(kernel):
 def test_invariances(kernel):
     model, (ids, mask, D, R) = small(), rows_of()
     want = ntk.kdr(model, ids, mask, D, R, kernel)
-    pad = lambda x: torch.cat([torch.zeros_like(x[:, :3]), x], 1)
-    close(ntk.kdr(model, pad(ids), pad(mask), D, R, kernel), want)                                     # left padding
-    more = lambda x: torch.cat([x, torch.zeros_like(x[:, :2])], 1)
-    close([x[:, :5] for x in ntk.kdr(model, *map(more, (ids, mask, D, R)), kernel)], want)              # right padding
+
+    def pad(x):
+        return torch.cat([torch.zeros_like(x[:, :3]), x], 1)
+
+    def more(x):
+        return torch.cat([x, torch.zeros_like(x[:, :2])], 1)
+
+    close(ntk.kdr(model, pad(ids), pad(mask), D, R, kernel), want)  # left padding
+    close([x[:, :5] for x in ntk.kdr(model, *map(more, (ids, mask, D, R)), kernel)], want)  # right padding
     order = torch.tensor([2, 0, 3, 1])
-    close(ntk.kdr(model, *(x[order] for x in (ids, mask, D, R)), kernel), [x[order] for x in want])     # row order
-    halves = [ntk.kdr(model, *(x[i:i + 2] for x in (ids, mask, D, R)), kernel) for i in (0, 2)]
-    close([torch.cat(x) for x in zip(*halves)], want)                                                  # batch split
+    shuffled = ntk.kdr(model, *(x[order] for x in (ids, mask, D, R)), kernel)
+    close(shuffled, [x[order] for x in want])  # row order
+    halves = [ntk.kdr(model, *(x[i : i + 2] for x in (ids, mask, D, R)), kernel) for i in (0, 2)]
+    close([torch.cat(x) for x in zip(*halves, strict=False)], want)  # batch split
     junk = torch.where(mask.bool(), ids, 7)
-    close(ntk.kdr(model, junk, mask, D, R, kernel), want)                                              # masked tokens
+    close(ntk.kdr(model, junk, mask, D, R, kernel), want)  # masked tokens
     R = R.clone()
-    R[1, 2] = 0                                                                 # A = 0, or clipped
+    R[1, 2] = 0  # A = 0, or clipped
     K, cos = ntk.kdr(model, ids, mask, D, R, kernel)
     assert K[1, 2] == cos[1, 2] == 0 and (K[1, 1] != 0) and cos.abs().max() <= 1
 
 
 @pytest.mark.parametrize("kernel", ["logit", "local", "exact"])
 def test_conflict_on_purpose(kernel):
-    """A > 0 on a token that the teacher puts far below the student: the two pushes must fight; far above: agree."""
+    """A > 0 on a token that the teacher puts far below the student: the pushes fight; far above: agree."""
     model, (ids, mask, _, _) = small(), rows_of()
     z = model(input_ids=ids, attention_mask=mask, position_ids=ntk._positions(mask)).logits[:, 4:-1].detach()
     y = ids[:, 5:, None]
     R = -(torch.zeros_like(z).scatter(-1, y, 1.0) - z.softmax(-1)) * mask[:, 5:, None]
     for shift, sign in ((-8.0, -1), (8.0, 1)):
-        D = (z.softmax(-1) - z.scatter_add(-1, y, torch.full_like(z[..., :1], shift)).softmax(-1)) * mask[:, 5:, None]
+        D = (z.softmax(-1) - z.scatter_add(-1, y, torch.full_like(z[..., :1], shift)).softmax(-1)) * mask[
+            :, 5:, None
+        ]
         assert (ntk.kdr(model, ids, mask, D, R, kernel)[1] * sign >= 0).all()
 
 
@@ -2169,35 +2844,101 @@ def test_eq13_select_keeps_the_reward():
     assert (K < 0).any() and ((h_H * h_R).sum(-1) >= (1 - 0.4) * h_R.square().sum(-1) - 1e-12).all()
 
 
-# ---------------------------------------------------------------------------------------------- batch statistics
+def guarantees(model):
+    """Exact K, h_D, h_R of normalised residuals, and the live positions (each [B,N,...])."""
+    ids, mask, D, R = rows_of()
+    D, R = m3.normalize(D, 0.1), m3.normalize(R, 0.1)
+    K = ntk.kdr(model, ids, mask, D, R, "exact")[0]
+    h_D, h_R = (position_gradients(model, ids, mask, x) for x in (D, R))
+    live = mask[:, 5:].bool()
+    assert (K[live] < 0).any() and (K[live] > 0).any()
+    return K, h_D, h_R, live
+
+
+def test_prop9_a_select_step_never_hurts_the_reward():
+    """Eq 13 as a step: at every position the reward's local loss <z^n, delta_R> falls at least (1 -
+    alpha_max) times as much as under the reward alone. Without the gate it does not, on any conflict."""
+    model, (ids, mask, _, R) = small(), rows_of()
+    R = m3.normalize(R, 0.1)
+    K, h_D, h_R, live = guarantees(model)
+    alpha_max, eta = 0.8, 1e-6
+
+    def fall(step, b, n):
+        """How much the loss of this position falls along this step, by running the model at both ends."""
+        ends = []
+        for sign in (1, -1):
+            moved, at = copy.deepcopy(model), 0
+            with torch.no_grad():
+                for p in moved.parameters():
+                    p += sign * eta * step[at : at + p.numel()].view_as(p)
+                    at += p.numel()
+                z = moved(
+                    input_ids=ids[b : b + 1],
+                    attention_mask=mask[b : b + 1],
+                    position_ids=ntk._positions(mask[b : b + 1]),
+                ).logits[0, 4 + n]
+            ends.append((z @ R[b, n]).item())
+        return (ends[0] - ends[1]) / (2 * eta)
+
+    worse = 0
+    for b, n in live.nonzero().tolist():
+        alpha = m3.gate_select(K[b, n], alpha_max)
+        gated, ungated = (a * h_D[b, n] + (1 - a) * h_R[b, n] for a in (alpha, alpha_max))
+        reward_alone = h_R[b, n].square().sum().item()
+        assert fall(gated, b, n) >= (1 - alpha_max) * reward_alone * (1 - 1e-6)
+        worse += fall(ungated, b, n) < (1 - alpha_max) * reward_alone * (1 - 1e-6)
+    assert worse == int((K[live] < 0).sum()) > 0
+
+
+def test_prop16_what_the_gate_gains_over_m3_norm():
+    """alpha_max (||h_R||^2 - K_DR(n)) > 0 of alignment with the reward on a conflict, nothing elsewhere."""
+    K, h_D, h_R, live = guarantees(small())
+    alpha_max = 0.25  # exact in float32, which the gate gives
+    alpha = m3.gate_select(K, alpha_max).double()[..., None]
+    gated, ungated = (a * h_D + (1 - a) * h_R for a in (alpha, alpha_max))
+    gain = ((gated - ungated) * h_R).sum(-1)
+    want = torch.where(K < 0, alpha_max * (h_R.square().sum(-1) - K), 0.0)
+    torch.testing.assert_close(gain, want)
+    assert (gain[live & (K < 0)] > 0).all()
+
+
+# --- batch statistics ---------------------------------------------------------------------------------------
 def test_geometry_eq7_and_eq72():
     model, (ids, mask, D, R) = small(), rows_of()
-    params = [p for p in model.parameters()]
+    params = list(model.parameters())
     z = model(input_ids=ids, attention_mask=mask, position_ids=ntk._positions(mask)).logits[:, 4:-1]
     model.lm_head.weight.grad = mark = torch.ones_like(model.lm_head.weight)
     got = ntk.gradient_geometry(model, z, D / 20, R / 20)
     assert model.lm_head.weight.grad is mark and all(not p._post_accumulate_grad_hooks for p in params)
     assert all(p.grad is None for p in params if p is not model.lm_head.weight)
     g_D, g_R = (torch.autograd.grad(z, params, x / 20, retain_graph=True) for x in (D, R))
-    assert got == pytest.approx(m3.geometry(g_R, g_D)) and got["kappa"] == pytest.approx(got["norm_R"] / got["norm_D"])
+    assert got == pytest.approx(m3.geometry(g_R, g_D))
+    assert got["kappa"] == pytest.approx(got["norm_R"] / got["norm_D"])
     flat_D, flat_R = (torch.cat([g.flatten() for g in x]) for x in (g_D, g_R))
     assert got["norm_D"] == pytest.approx(flat_D.norm().item())
     assert got["phi"] == pytest.approx(torch.cosine_similarity(flat_D, flat_R, 0).item())
     h_D, h_R = (position_gradients(model, ids, mask, x).flatten(0, 1) for x in (D, R))
-    pairs = (h_D @ h_R.T) / 400                                                 # N = 20 positions
+    pairs = (h_D @ h_R.T) / 400  # N = 20 positions
     assert got["phi"] * got["norm_R"] * got["norm_D"] == pytest.approx(pairs.sum().item())
     K = ntk.kdr(model, ids, mask, D, R, "exact")[0]
     assert pairs.diagonal().sum().item() == pytest.approx(K.sum().item() / 400)
 
 
 def test_geometry_of_nothing():
-    one, zero, inf = [torch.ones(3), None], [torch.zeros(3), None], float("inf")
-    for g_R, g_D, kappa in ((zero, one, 0.0), (one, zero, inf), (zero, zero, 0.0)):
+    """Without a reward gradient there is no kappa: a 0 would be averaged into the probe's verdict."""
+    one, zero = [torch.ones(3), None], [torch.zeros(3), None]
+    for g_R, g_D, want in (
+        (zero, one, (None, None)),
+        (one, zero, (math.inf, 0.0)),
+        (zero, zero, (None, None)),
+    ):
         got = m3.geometry(g_R, g_D)
-        assert (got["kappa"], got["phi"]) == (kappa, 0.0) and not ntk.distillation_hurt(0.0, kappa, 1.0)
+        assert (got["kappa"], got["phi"]) == want
+        assert ntk.distillation_hurt(got["phi"], got["kappa"], 0.5) is False
+    assert m3.minnorm(0.0, 2.0, 0.0)[1] == 0.0 and m3.minnorm(0.0, 0.0, 0.0)[1] == 0.5
     model, (ids, mask, D, R) = small(), rows_of()
     z = model(input_ids=ids, attention_mask=mask).logits[:, 4:-1]
-    assert ntk.gradient_geometry(model, z, D, 0 * R)["kappa"] == 0.0
+    assert ntk.gradient_geometry(model, z, D, 0 * R)["kappa"] is None
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -2208,7 +2949,7 @@ def test_min_norm_and_hurt_by_brute_force(seed):
     grid = torch.linspace(0, 1, 2001, dtype=torch.float64)[:, None]
     best = grid[(grid * g_D + (1 - grid) * g_R).norm(dim=-1).argmin()].item()
     assert m3.minnorm(got["norm_R"], got["norm_D"], got["phi"])[1] == pytest.approx(best, abs=1e-3)
-    for alpha in (0.0, 0.1, 0.5, 0.9, 1.0):                 # hurt: the step -(alpha g_D + (1-alpha) g_R) climbs L_D
+    for alpha in (0.0, 0.1, 0.5, 0.9, 1.0):  # hurt: the step -(alpha g_D + (1-alpha) g_R) climbs L_D
         step = alpha * g_D + (1 - alpha) * g_R
         assert ntk.distillation_hurt(got["phi"], got["kappa"], alpha) == bool(g_D @ step < 0)
 
@@ -2216,39 +2957,136 @@ def test_min_norm_and_hurt_by_brute_force(seed):
 def test_shares_folding_and_verdict():
     assert m3.minnorm(1.0, 1.0, 1.0)[1] == 0.5 and m3.minnorm(2.0, 0.0, 0.0)[1] == 1.0
     K, cos = torch.tensor([[-1.0, -1e-6, 0.0, 2.0, -3.0]]), torch.tensor([[-0.5, -1e-5, 0.0, 0.1, -0.2]])
-    assert ntk.conflict_share(K, cos, torch.tensor([[1, 1, 1, 1, 0]])) == dict(conflict=0.5, conflict_deadband=0.25)
-    assert ntk.conflict_share(K, cos, torch.zeros(1, 5)) == dict(conflict=0.0, conflict_deadband=0.0)
+    mask, rewarded, none = torch.tensor([[1, 1, 1, 1, 0]]), torch.tensor([[1, 0, 1, 1, 1]]), torch.zeros(1, 5)
+    got = ntk.conflict_share(K, cos, mask, rewarded)  # of rewarded real tokens: 0, 2, 3
+    assert got == {"conflict": 0.5, "conflict_deadband": 0.25, "conflict_rewarded": pytest.approx(1 / 3)}
+    nothing = {"conflict": 0.0, "conflict_deadband": 0.0, "conflict_rewarded": None}
+    assert ntk.conflict_share(K, cos, none, rewarded) == nothing
+    assert ntk.conflict_share(K, cos, mask, none)["conflict_rewarded"] is None
     a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])
-    assert ntk.gradient_folding([a, a, a]) == pytest.approx(0) and ntk.gradient_folding([a, -a]) == pytest.approx(1)
+    assert ntk.gradient_folding([a, a, a]) == pytest.approx(0) and ntk.gradient_folding(
+        [a, -a]
+    ) == pytest.approx(1)
     assert ntk.gradient_folding([[a, b], [a, -b]]) == pytest.approx(1 - 4 / (2 * 10))
     assert ntk.gradient_folding([0 * a, 0 * a]) == 0
-    for kappa, conflict, method in ((6e3, .1, "m3-select"), (5e3, .1, "m3-soft"), (1001, .4, "m3-soft"),
-                                    (1e3, .5, "hybrid"), (10, .6, "m3-select")):
+    for kappa, conflict, method in (
+        (6e3, 0.1, "m3-select"),
+        (5e3, 0.1, "m3-soft"),
+        (1001, 0.4, "m3-soft"),
+        (1e3, 0.5, "hybrid"),
+        (10, 0.6, "m3-select"),
+    ):
         got, sentence = ntk.probe_verdict(kappa, conflict)
         assert got == method and method in sentence and "Caveat" in sentence
-    with pytest.raises(ValueError):
-        ntk.probe_verdict(float("nan"), 0.1)
+    for kappa, conflict in ((math.nan, 0.1), (None, 0.1), (1.0, math.nan)):
+        with pytest.raises(ValueError):
+            ntk.probe_verdict(kappa, conflict)
 
 
-# ---------------------------------------------------------------------------------------------- diagnostics
+# --- diagnostics --------------------------------------------------------------------------------------------
 def test_diagnostics():
-    assert ntk.learning_signal(3.0, 2.0) == 2.25 and ntk.learning_signal(1.0, 0.0) != ntk.learning_signal(1.0, 0.0)
+    assert ntk.learning_signal(3.0, 2.0) == 2.25 and math.isnan(ntk.learning_signal(1.0, 0.0))
     g0, g1, h0, h1 = (torch.tensor(x) for x in ([1.0, 2.0], [3.0, -2.0], [1.0, 1.0], [0.0, 4.0]))
     got = ntk.occupancy([g0], [g1], h0, h1)
-    assert got == dict(g2=-1.0, X=4.5, alpha=-4.5)          # 1*3 - 2*2; (1*3 - 1*2 + 0*1 + 4*2)/2: signs are kept
+    assert got == {
+        "g2": -1.0,
+        "X": 4.5,
+        "alpha": -4.5,
+    }  # 1*3 - 2*2; (1*3 - 1*2 + 0*1 + 4*2)/2: signs are kept
     X, Y = torch.randn(12, 5), torch.randn(12, 7)
     Q = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64))[0]
     x, y = (t.double() - t.double().mean(0) for t in (X, Y))
     want = (y.T @ x).norm() ** 2 / ((x.T @ x).norm() * (y.T @ y).norm())
     assert ntk.linear_cka(X, Y) == pytest.approx(want.item())
-    assert ntk.linear_cka(X, 3 * X.double() @ Q + 5) == pytest.approx(1) and ntk.linear_cka(X, torch.ones(12, 2)) == 0
+    assert (
+        ntk.linear_cka(X, 3 * X.double() @ Q + 5) == pytest.approx(1)
+        and ntk.linear_cka(X, torch.ones(12, 2)) == 0
+    )
     model = small()
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     with torch.no_grad():
-        model.lm_head.weight += 0.5                         # tied: counts once, above and below the line
+        model.lm_head.weight += 0.5  # tied: counts once, above and below the line
     sizes = {n: p.numel() for n, p in model.named_parameters()}
-    want = 0.5 * sizes["model.embed_tokens.weight"] ** 0.5 / sum(p.square().sum().item() for p in start.values()) ** 0.5
-    assert "lm_head.weight" not in sizes and ntk.parameter_change(model, start) == pytest.approx(want, rel=1e-5)
+    want = (
+        0.5
+        * sizes["model.embed_tokens.weight"] ** 0.5
+        / sum(p.square().sum().item() for p in start.values()) ** 0.5
+    )
+    assert "lm_head.weight" not in sizes and ntk.parameter_change(model, start) == pytest.approx(
+        want, rel=1e-5
+    )
+
+
+def test_signal_drop_by_hand():
+    losses = [4.0, 2.0, 2.0, 1.0, 0.5, None, 0.5, -1.0]
+    norms = [4.0, 2.0, 6.0, 2.0, None, 1.0, 1.0, 1.0]  # mu: 2, 1, 9, 2, none, none, 1, none
+    got = ntk.signal_drop(losses, norms, 3)
+    assert got == {"before": 2.0, "after": 1.5, "drop": 4 / 3, "remaining": 0.375, "last50": 2.0}
+    empty = ntk.signal_drop([1.0, 0.0], [None, 1.0], 1)
+    assert all(math.isnan(empty[name]) for name in ("before", "after", "drop", "last50"))
+    late = ntk.signal_drop(
+        [1.0] * 100, [2.0] * 10 + [1.0] * 30 + [20.0] * 60, 10
+    )  # 30 steps after the split, no more
+    assert (late["before"], late["after"], late["last50"]) == (2.0, 0.5, 200.0)
+
+
+# [VLS] Table E.3 as printed: before, after, drop, remaining in %, last 50; checkpoints with 1 + X/g^2 > 0
+TABLE_E3 = {
+    "RL-Code": ("272", "40.9", "6.7", "12.6", "2.37", None),
+    "JustRL": ("7.11", "3.37", "2", "73.0", "0.56", 13),
+    "Qwen3-14B": ("60.7", "5.05", "12.0", "98.8", "3.78", 19),
+    "Skywork": ("3.73", "0.38", "10", "86.5", "0.090", 12),
+    "R1-Distill-7B": ("1.14", "0.121", "9", "86.5", "0.056", 13),
+}
+
+
+def test_the_published_table_comes_out():
+    curves = ntk.read_curves([])
+    assert set(curves) == set(TABLE_E3)
+    for name, (*printed, falls) in TABLE_E3.items():
+        curve = curves[name]
+        assert len(curve["training"]) == 200 and len(curve["occupancy"]) == (20 if falls else 0)
+        got = ntk.signal_drop(*zip(*curve["training"], strict=True), curve["split"])
+        got["remaining"] *= 100
+        for value, text in zip(got.values(), printed, strict=True):
+            places = len(text.partition(".")[2])
+            assert abs(value - float(text)) <= 0.5001 * 10**-places, (name, value, text)
+        assert falls is None or sum(1 + X / g2 > 0 for g2, X in curve["occupancy"]) == falls
+    assert "MIT License" in (HERE / "assets" / "vls" / "SOURCE.md").read_text(encoding="utf-8")
+
+
+def test_our_runs_beside_the_published_ones(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = [{"step": 0, "loss_D": None, "grad_norm": None}]
+    lines += [
+        {
+            "step": k,
+            "loss_D": 2.0 / k,
+            "grad_norm": 2.0,
+            "occupancy_g2": 1.0 if k % 2 else None,
+            "occupancy_X": 0.5,
+        }
+        for k in range(1, 71)
+    ]
+    run_folder = tmp_path / "ours"
+    run_folder.mkdir()
+    (run_folder / "config.json").write_text('{"method": "opd"}')
+    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ntk.main(["--vls", "ours", "--out", "compared"])
+    table = {
+        line.split()[0]: line.split()
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("  ")
+    }
+    assert table["ours"][1:] == ["30", "15.500", "45.500", "0.341", "0.033", "45.500", "35", "of", "35"]
+    assert table["Qwen3-14B"][1:] == ["15", "60.677", "5.049", "12.017", "0.988", "3.784", "19", "of", "20"]
+    assert (tmp_path / "compared" / "vls.png").stat().st_size > 20_000
+    (run_folder / "config.json").write_text('{"method": "grpo"}')
+    for folder, word in (("ours", "opd"), ("nowhere", "nowhere")):
+        with pytest.raises(SystemExit) as end:
+            ntk.main(["--vls", folder, "--out", "compared"])
+        error = capsys.readouterr().err.strip()
+        assert end.value.code == 2 and word in error and "--vls" in error and "\n" not in error
 
 
 # --- the [VLS] diagnostics: occupancy, teachers -----------------------------------------------------------------------------------
@@ -2290,7 +3128,7 @@ def test_occupancy_is_unbiased_and_gives_the_decay_of_the_loss():
 
 
 @pytest.mark.parametrize("extra", [[], ["--micro-batch", "3", "--vocab-chunk", "7"]])
-def test_occupancy_of_the_loop_is_plain_autograd(world, rewarded, monkeypatch, extra):
+def test_occupancy_of_the_loop_is_plain_autograd(world, rewarded, untried, monkeypatch, extra):
     """g and h of both folds, one response at a time, through the whole model and its loss by autograd."""
     caught, drawn, sample, occupancy = [], [], m3.sample, ntk.occupancy
     monkeypatch.setattr(ntk, "occupancy", lambda *grads: caught.extend(grads) or occupancy(*grads))
@@ -2328,14 +3166,18 @@ def test_occupancy_of_the_loop_is_plain_autograd(world, rewarded, monkeypatch, e
 def test_stall_by_hand():
     start, end, prompts = small(), small(), [[3, 4, 5], [6, 7], [8, 9, 10, 11], [4]]
     same = ntk.stall(start, end, prompts, [2.0, 0.5, 1.0])
-    assert same["d_par"] == 0 and same["cka"] == [pytest.approx(1)] * 2 and same["cka_min"] == pytest.approx(1)
+    assert same["d_par"] == 0 and same["cka"] == [pytest.approx(1)] * 3 and same["cka_min"] == pytest.approx(1)
     assert same["loss_reduction_max"] == 0.75 and same["loss_reduction_final"] == 0.5
     assert same["gamma"] == pytest.approx(math.log(2) / 4)
     with torch.no_grad():
         end.model.layers[1].mlp.down_proj.weight += 0.3
     moved = ntk.stall(start, end, prompts, [2.0, -1.0])
-    assert moved["cka"][0] == pytest.approx(1) and moved["cka_min"] == moved["cka"][1] < 0.999 and moved["d_par"] > 0
+    assert moved["cka"][:2] == [pytest.approx(1)] * 2 and moved["d_par"] > 0  # the embedding's output comes first
+    assert moved["cka_min"] == moved["cka"][2] < 0.999
     assert moved["loss_reduction_max"] == 1.5 and moved["gamma"] is None  # a top-k loss may fall below 0: reported raw
+    with torch.no_grad():
+        end.get_input_embeddings().weight[3:6] *= -3
+    assert ntk.stall(start, end, prompts, [1.0])["cka"][0] < 0.999
     assert ntk.stall(start.bfloat16(), end.bfloat16(), prompts, [1.0])["d_par"] is None
 
 
@@ -2355,7 +3197,7 @@ def test_teachers_are_made_once_and_compared(world, monkeypatch, capsys):
     assert [line.split(" | ")[0] for line in table[2:]] == ["| privileged", "| self-rl", "| larger"]
     assert "loss_reduction_final | gamma | d_par | cka_min" in table[0] and (world / "teachers/curves.png").stat().st_size > 10_000
     runs = {kind: json.loads((world / "teachers" / f"{kind}-0" / "summary.json").read_text()) for kind in ("privileged", "larger")}
-    assert 0 < runs["larger"]["d_par"] < 0.1 and 0.9 < runs["larger"]["cka_min"] <= 1 and len(runs["larger"]["cka"]) == 4
+    assert 0 < runs["larger"]["d_par"] < 0.1 and 0.9 < runs["larger"]["cka_min"] <= 1 and len(runs["larger"]["cka"]) == 5
     first = {kind: records(world / "teachers" / f"{kind}-0")[1] for kind in ("privileged", "larger")}
     assert abs(first["larger"]["loss_D"]) < 1e-6 < first["privileged"]["loss_D"]  # planted: the student itself, without a hint
     monkeypatch.setattr(train, "SELF_RL", " ".join(FAST) + " --method grpo --steps 1")
@@ -2367,15 +3209,31 @@ def test_teachers_are_made_once_and_compared(world, monkeypatch, capsys):
     assert train.toy_model("self-rl") == made and "training" not in capsys.readouterr().out
 
 
-# --- python ntk.py ------------------------------------------------------------------------------------------------------------------
+# --- python ntk.py ------------------------------------------------------------------------------------------
 
-NTK_FAST = "--prompts-per-step 2 --group-size 2 --max-new-tokens 5 --rows-exact 2 --threads 1".split()
+NTK_FAST = [
+    "--prompts-per-step",
+    "2",
+    "--group-size",
+    "2",
+    "--max-new-tokens",
+    "5",
+    "--rows-exact",
+    "2",
+    "--threads",
+    "1",
+]
+
+
+def every_other():
+    """An untrained model never answers right: a verifier that pays every other response."""
+    calls = iter(range(100))
+    return lambda text, gold, kind: next(calls) % 2
 
 
 def test_ntk_main(world, monkeypatch, capsys):
     monkeypatch.chdir(world)
-    calls = iter(range(100))  # an untrained model never answers right: pay every other response
-    monkeypatch.setattr(m3, "verify", lambda text, gold, kind: next(calls) % 2)
+    monkeypatch.setattr(m3, "verify", every_other())
     seen, heat_map = [], ntk.heat_map
     monkeypatch.setattr(ntk, "heat_map", lambda out, panels: (seen.extend(panels), heat_map(out, panels)))
     ntk.main([*NTK_FAST, "--out", "heat"])
@@ -2387,13 +3245,23 @@ def test_ntk_main(world, monkeypatch, capsys):
     for name in ("logit", "local", *(f"hutchinson, P={P}" for P in (1, 4, 16))):
         sign, corr = map(float, table[name][:2])
         assert 0 <= sign <= 1 and -1 <= corr <= 1
-    counts = [int(table[f"{name}, A {sign} 0"][0]) for name in ("conflict", "compatible") for sign in ("<", ">", "!=")]
+    counts = [
+        int(table[f"{name}, A {sign} 0"][0])
+        for name in ("conflict", "compatible")
+        for sign in ("<", ">", "!=")
+    ]
     assert counts[0] + counts[1] == counts[2] > 0 and counts[3] + counts[4] == counts[5] > 0
-    assert [table[f"on-policy, {x}"][0] for x in ("correct", "wrong")] == ["2", "2"] and table["gold prefix, A = 1"][0] == "2"
+    assert [table[f"on-policy, {x}"][0] for x in ("correct", "wrong")] == ["2", "2"] and table[
+        "gold prefix, A = 1"
+    ][0] == "2"
     page = (world / "heat/heatmap.html").read_text()
-    assert len(seen) == 3 and "correct (reward 1, A = +0.71)" in page and "wrong (reward 0, A = -0.71)" in page
+    assert (
+        len(seen) == 3 and "correct (reward 1, A = +0.71)" in page and "wrong (reward 0, A = -0.71)" in page
+    )
     for _, tokens in seen:
-        assert tokens and all(html.escape(token) in page and f'title="{c:+.3f}"' in page for token, c in tokens)
+        assert tokens and all(
+            html.escape(token) in page and f'title="{c:+.3f}"' in page for token, c in tokens
+        )
     assert "<eos>" not in page and "http" not in page and (world / "heat/heatmap.png").stat().st_size > 5_000
 
 
@@ -2401,26 +3269,44 @@ def test_ntk_main_leaves_the_model_alone_and_repeats(world, monkeypatch, capsys)
     monkeypatch.chdir(world)
     texts = []
     for _ in range(2):
-        calls = iter(range(100))
-        monkeypatch.setattr(m3, "verify", lambda text, gold, kind: next(calls) % 2)
+        monkeypatch.setattr(m3, "verify", every_other())
         ntk.main([*NTK_FAST, "--out", "again"])
         texts.append(capsys.readouterr().out.split("2. Token level")[1])  # part 1 holds times
     assert texts[0] == texts[1]
 
 
 def test_heat_map_escapes_and_wraps(tmp_path):
-    ntk.heat_map(tmp_path, [("a < b & $c$ " * 20, [("<script>", 0.5), ("$x_1$", -1.0), ("", 0.0), ("&", 1.0)] * 12)])
+    ntk.heat_map(
+        tmp_path, [("a < b & $c$ " * 20, [("<script>", 0.5), ("$x_1$", -1.0), ("", 0.0), ("&", 1.0)] * 12)]
+    )
     page = (tmp_path / "heatmap.html").read_text()
+    spans = ntk.heat_html([("<b>", -0.6, 'cos "x"'), ("+", 0.0, "")])
+    assert spans == (
+        '<span style="background:#d97373;color:white" title="cos &quot;x&quot;">&lt;b&gt;</span>\n'
+        '<span style="background:#f3f3f3;color:black" title="">+</span>'
+    )
     assert "<script>" not in page and "&lt;script&gt;" in page and "#c81e1e" in page and "#1e5ac8" in page
     import matplotlib.image
+
     height, width, _ = matplotlib.image.imread(tmp_path / "heatmap.png").shape
     assert width > 900 and height > 250
 
 
-@pytest.mark.parametrize("argv, word", [
-    (["--no-such-flag"], "--no-such-flag"), (["--prompts-per-step", "0"], "--prompts-per-step"), (["--group-size", "1"], "--group-size"),
-    (["--lr", "x"], "--lr"), (["--length", "-1"], "--length"), (["--rows-exact", "x"], "--rows-exact"),
-    (["--dataset", "gsm8k"], "--dataset"), (["--model", "./nowhere"], "--model"), (["--checkpoint", "./nowhere"], "--checkpoint"), (["--device", "nowhere"], "--device")])
+@pytest.mark.parametrize(
+    "argv, word",
+    [
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--prompts-per-step", "0"], "--prompts-per-step"),
+        (["--group-size", "1"], "--group-size"),
+        (["--lr", "x"], "--lr"),
+        (["--length", "-1"], "--length"),
+        (["--rows-exact", "x"], "--rows-exact"),
+        (["--dataset", "gsm8k"], "--dataset"),
+        (["--model", "./nowhere"], "--model"),
+        (["--checkpoint", "./nowhere"], "--checkpoint"),
+        (["--device", "nowhere"], "--device"),
+    ],
+)
 def test_ntk_main_mistakes(world, monkeypatch, capsys, argv, word):
     monkeypatch.chdir(world)
     with pytest.raises(SystemExit) as end:
@@ -2564,7 +3450,8 @@ def test_nothing_but_masked_tokens():  # Hb19
     into = [torch.zeros_like(p) for p in params]
     m3.accumulate(into, z, params, seed)
     assert z.shape == (0, 23) and all((g == 0).all() for g in into)
-    assert ntk.conflict_share(none.float(), none.float(), none) == dict(conflict=0.0, conflict_deadband=0.0)
+    share = ntk.conflict_share(none.float(), none.float(), none, none)
+    assert share == {"conflict": 0.0, "conflict_deadband": 0.0, "conflict_rewarded": None}
 
 
 # --- the program: what it trains on ------------------------------------------------------------------------------------------------
@@ -2580,7 +3467,7 @@ def test_training_and_evaluation_use_one_verifier(world, monkeypatch):  # Ha19; 
 
 
 @pytest.mark.parametrize("method", ["grpo", "m3-soft", "m3-eg", "pcgrad", "sdpo"])
-def test_replies_of_only_an_end_token(world, monkeypatch, method):
+def test_replies_of_only_an_end_token(world, untried, monkeypatch, method):
     def ended_at_once(model, prompts, group, *settings, eos_ids, **kw):
         tokens = torch.full((len(prompts) * group, 1), min(eos_ids))
         return tokens, torch.ones_like(tokens).bool(), torch.zeros(tokens.shape)
@@ -2592,7 +3479,7 @@ def test_replies_of_only_an_end_token(world, monkeypatch, method):
     assert (line["grad_norm"] > 0) == (method in ("m3-soft", "pcgrad"))  # only the teacher has something to say
 
 
-def test_all_replies_cut_is_said_once(world, monkeypatch, capsys):  # Ha33
+def test_all_replies_cut_is_said_once(world, untried, monkeypatch, capsys):  # Ha33
     def cut(*args, f=m3.sample, eos_ids, **kw):
         tokens, mask, logprobs = f(*args, eos_ids=[-1], **kw)
         return tokens.masked_fill(torch.isin(tokens, torch.tensor(sorted(eos_ids))), 5), mask, logprobs
@@ -2604,7 +3491,7 @@ def test_all_replies_cut_is_said_once(world, monkeypatch, capsys):  # Ha33
     assert (said.out + said.err).count("--max-new-tokens") == 1
 
 
-def test_scores_are_the_sampled_probabilities(world, rewarded, monkeypatch):  # Hb12: at a temperature that is not 1
+def test_scores_are_the_sampled_probabilities(world, rewarded, untried, monkeypatch):  # Hb12: at a temperature that is not 1
     seen = []
     monkeypatch.setattr(m3, "sample", lambda *args, f=m3.sample, **kw: seen.append(f(*args, **kw)) or seen[-1])
     monkeypatch.setattr(m3, "group_advantages", lambda *args, f=m3.group_advantages: seen.append(f(*args)) or seen[-1])
@@ -2636,7 +3523,7 @@ def test_a_smaller_last_micro_batch(world, rewarded):  # Hb17: 16 rows as 12 and
             assert all(a[k] == pytest.approx(b[k], rel=1e-4) for k in ("grad_norm", "loss_R", "loss_D", "kappa", "phi", "alpha_eff"))
 
 
-def test_micro_batches_hold_rows_of_like_length(world, rewarded, monkeypatch):
+def test_micro_batches_hold_rows_of_like_length(world, rewarded, untried, monkeypatch):
     """The longest first, each cut at its own longest; every row once, with its own prompt."""
     seen, hidden, sample = [], m3.hidden_states, m3.sample
     cut = torch.arange(12) < torch.tensor([5, 3, 12, 1] * 4)[:, None]  # an untrained model hardly ever ends its reply
@@ -2662,12 +3549,12 @@ def test_distillation_comes_nearer(world, monkeypatch):  # Hb21
 
 @pytest.mark.parametrize("extra", [[], ["--gradient-checkpointing"]])
 def test_dropout_is_off(world, extra):  # Hb14, Hc13, Hc14: GPT-2 has dropout 0.1; a teacher with the same weights agrees exactly
-    argv = real_world(world, "gpt2", "model-gpt2")
+    real_world(world, "gpt2", "model-gpt2")
     line = run(world, *argv, "--teacher", "model-gpt2", "--method", "opd", "--lr", "0", "--steps", "1", "--out", f"drop{len(extra)}", *extra)[1]
     assert line["loss_D"] == pytest.approx(0, abs=1e-6) and line["grad_norm"] < 1e-3
 
 
-def test_the_teacher_stays_where_it_was(world, rewarded, monkeypatch):  # Hc15
+def test_the_teacher_stays_where_it_was(world, rewarded, untried, monkeypatch):  # Hc15
     models = []
     monkeypatch.setattr(m3, "split_head", lambda model, f=m3.split_head: models.append(model) or f(model))
     run(world, "--method", "m3-eg", "--lr", "1e-2", "--out", "teacher")
@@ -2707,6 +3594,7 @@ def one_line(capsys, *words):
     said = capsys.readouterr().err
     errors = [line for line in said.splitlines() if "train.py: error:" in line]
     assert len(errors) == 1 and "Traceback" not in said and all(word in errors[0] for word in words), said[-2000:]
+    return errors[0]
 
 
 @pytest.mark.parametrize("argv, word", [
@@ -2715,7 +3603,10 @@ def one_line(capsys, *words):
     ("--eps inf", "--eps"), ("--eta-in nan", "--eta-in"), ("--weight-decay nan", "--weight-decay"), ("--lr 1e30", "--lr"),
     ("--out file/run", "file/run"), ("--out file", "cannot write"), ("--resume unsaved", "delete it"), ("--plot unlogged", "unlogged"),
     ("--teacher ./none --model model-llama", "--teacher ./none"), ("--model other --kernel logit", "embeddings"), ("--prompts-per-step 3", "--prompts-per-step"),
-    ("--compare grpo", "torchrun"), ("--teacher larger --model model-llama", "toy world"),
+    ("--compare grpo", "torchrun"), ("--hint-error 1.1", "--hint-error"), ("--eg-gate hard", "--eg-gate"),
+    ("--lam 0.999", "0.056"), ("--lam 0.001", "--lam"), ("--hint-error 0.5 --teacher larger", "--hint-error"),
+    ("--stats-every -1", "--stats-every"), ("--seeds 0", "--seeds"), ("--steps 1.5", "whole number"),
+    ("--teacher larger --model model-llama", "toy world"),
     ("--method m3-eg --dtype bfloat16", "--lora-rank")])
 def test_mistakes_of_machine_and_number(world, capsys, monkeypatch, argv, word):  # He11, Hd08 ...
     (world / "file").write_text("a file, not a folder")
@@ -2731,7 +3622,7 @@ def test_mistakes_of_machine_and_number(world, capsys, monkeypatch, argv, word):
 
 
 def test_models_without_a_longest_context(world, rewarded):
-    argv = real_world(world, "gpt2", "model-gpt2")
+    real_world(world, "gpt2", "model-gpt2")
     folder = world / "no-limit"
     if not folder.exists():
         tok = transformers.AutoTokenizer.from_pretrained(world / "model-gpt2")
@@ -2758,7 +3649,6 @@ class Damage:
     """Ways for a checkpoint to be unreadable."""
     def cut_state(out): os.truncate(out / "last/trainer.pt", 1000)
     def junk_state(out): (out / "last/trainer.pt").write_bytes(b"\x80junk" * 99)
-    def no_state(out): (out / "last/trainer.pt").unlink()
     def cut_weights(out): os.truncate(out / "last/model.safetensors", 5000)
     def no_log(out): (out / "metrics.jsonl").unlink()
     def short_log(out): (out / "metrics.jsonl").write_text((out / "metrics.jsonl").read_text().split("\n")[0] + "\n")
@@ -2799,10 +3689,94 @@ def test_corrupt_checkpoints(world, saved, capsys, name):
         repaired(world, 1)
 
 
+def no_last(out):
+    (out / "last").unlink()
+
+
+def dangling(out):
+    no_last(out)
+    (out / "last").symlink_to("checkpoint-9")
+
+
+def incomplete(out):
+    (out / "checkpoint-3" / "trainer.pt").unlink()
+
+
+def without_weights(out):
+    (out / "checkpoint-3" / "model.safetensors").unlink()
+
+
+def in_words(out):
+    no_last(out)
+    (out / "last").write_text("checkpoint-2\n")
+
+
+def strangers(out):
+    no_last(out)
+    shutil.copytree(out / "checkpoint-1", out / "checkpoint-50")  # of another run: this one's log has 3 steps
+    for name in ("checkpoint-best", "checkpoint-3-old", "checkpoint-"):
+        (out / name).mkdir()
+
+
+@pytest.mark.parametrize("damage, step", [(no_last, 3), (dangling, 3), (incomplete, 2), (without_weights, 2),
+                                          (in_words, 2), (strangers, 3)])
+def test_the_newest_complete_checkpoint_is_taken(world, saved, capsys, damage, step):
+    damage(saved)
+    assert train.newest_checkpoint(saved).name == f"checkpoint-{step}"
+    lines = run(world, "--resume", "hurt")
+    assert f"goes on from hurt/checkpoint-{step}" in capsys.readouterr().out
+    one, two = weights(world, "saved"), weights(world, "hurt") if step < 3 else weights(world, "saved")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert (train.newest_checkpoint(saved) / "trainer.pt").exists()
+
+
+def test_a_checkpoint_is_no_run(world, saved, capsys):
+    for name in ("hurt/checkpoint-2", "hurt/last"):
+        run(world, "--resume", name, code=2)
+        one_line(capsys, "--resume", "hurt, its run, goes on from", "checkpoint-3")
+    os.unlink(saved / "last")
+    shutil.copytree(saved / "checkpoint-3", saved / "last")  # a copy that has followed the link
+    before = (saved / "metrics.jsonl").read_text()
+    run(world, "--resume", "hurt", "--steps", "5", code=2)
+    one_line(capsys, "hurt/last is a folder", "move it away")
+    assert (saved / "metrics.jsonl").read_text() == before and (saved / "last" / "trainer.pt").exists()
+
+
+FIXED = ("--method grpo", "--model other", "--teacher larger", "--lora-rank 2", "--seed 1", "--group-size 2",
+         "--prompts-per-step 8", "--max-new-tokens 9", "--kernel exact", "--temperature 0.5", "--std none",
+         "--alpha-max 0.3", "--few-shot 1", "--divergence rkl", "--eval-limit 5", "--hint answer", "--tau 1",
+         "--eg-gate soft")
+
+
 def test_a_resume_with_flags_that_do_not_fit(world, saved, capsys):
-    run(world, "--resume", "hurt", "--lora-rank", "2", "--steps", "4", code=2)
-    one_line(capsys, "--resume", "flags")
+    before = (saved / "config.json").read_text()
+    for argv in (*FIXED, "--out elsewhere", "--steps 2", "--compare grpo"):
+        run(world, "--resume", "hurt", *argv.split(), code=2)
+        one_line(capsys, "--resume" if "--compare" in argv else " ".join(argv.split()[:2]))
+    assert (saved / "config.json").read_text() == before and not (world / "elsewhere").exists()
     repaired(world, 3)
+
+
+def test_a_resume_keeps_its_flags(world, saved, capsys):
+    """config.json is what the run is: the next bare --resume needs no flags."""
+    run(world, "--resume", "hurt", "--steps", "5", "--lr", "1e-3", "--micro-batch", "2", "--eval-every", "4")
+    kept = json.loads((saved / "config.json").read_text())
+    assert (kept["steps"], kept["lr"], kept["micro_batch"], kept["eval_every"]) == (5, 1e-3, 2, 4)
+    assert [line["lr"] for line in records(saved)[1:]] == [1e-4] * 3 + [1e-3] * 2
+    (saved / "last").unlink()
+    (saved / "last").symlink_to("checkpoint-4")  # as if killed after step 4
+    here = os.getcwd()
+    try:
+        os.chdir(world)
+        train.main(["--resume", "hurt"])
+        assert "is finished" not in capsys.readouterr().out
+        train.main(["--resume", "hurt"])
+    finally:
+        os.chdir(here)
+    assert "finished, 5 steps" in capsys.readouterr().out
+    assert json.loads((saved / "config.json").read_text()) == kept
+    assert [line["lr"] for line in records(saved)[1:]] == [1e-4] * 3 + [1e-3] * 2
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")])
@@ -2829,7 +3803,72 @@ def test_disk_full_between_checkpoints(world, capsys, monkeypatch):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(train, "append_line", full)
     run(world, "--out", "full", code=1)
-    one_line(capsys, "No space left")
+    one_line(capsys, "No space left", "there is no checkpoint yet")
+
+
+def test_disk_full_at_the_first_save(world, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(torch, "save", full)
+    run(world, "--out", "full-at-once", code=1)
+    said = one_line(capsys, "No space left", "there is no checkpoint yet")
+    assert "goes on from" not in said and not list((world / "full-at-once").glob("*checkpoint*"))
+
+
+def test_a_file_system_without_links(world, saved, monkeypatch):
+    def no_links(*_):
+        raise OSError(1, "Operation not permitted")
+    monkeypatch.setattr(pathlib.Path, "symlink_to", no_links)
+    run(world, "--resume", "hurt", "--steps", "4")
+    assert not (saved / "last").is_symlink() and (saved / "last").read_text().strip() == "checkpoint-4"
+    assert [line["step"] for line in run(world, "--resume", "hurt", "--steps", "5")] == [0, 1, 2, 3, 4, 5]
+    assert train.newest_checkpoint(saved) == saved / "checkpoint-5"
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.3}, {"output_attentions": True}, {"num_beams": 0}])
+def test_settings_that_transformers_does_not_save(world, rewarded, settings, monkeypatch):
+    """A start model's sampling settings may be some that save_pretrained refuses; the run saves none."""
+    argv, load = real_world(world, "llama", "model-llama"), train.load_model
+
+    def with_settings(*rest):
+        model, *more = load(*rest)
+        for name, value in settings.items():
+            setattr(model.generation_config, name, value)
+        return model, *more
+    monkeypatch.setattr(train, "load_model", with_settings)
+    name = f"settings-{next(iter(settings))}"
+    run(world, *argv, "--steps", "1", "--out", name)
+    kept = json.loads((world / name / "last" / "generation_config.json").read_text())
+    assert not {*settings} & {*kept} and kept["eos_token_id"] is not None
+
+
+def test_two_runs_started_at_once_get_a_folder_each(world, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    monkeypatch.setattr(time, "strftime", lambda *_: "now")
+    one, two, three = (train.parse_flags(["--method", "grpo"]) for _ in range(3))
+    with train.claim(one), train.claim(two), train.claim(three):
+        assert [one.out, two.out, three.out] == [f"runs/now-grpo{end}" for end in ("", "-2", "-3")]
+    assert not pathlib.Path(one.out).exists()  # it wrote nothing
+    pathlib.Path("empty").mkdir()
+    for extra in ([], ["--out", "empty"], ["--out", "fresh"]):
+        run(world, "--device", "gpu9", "--method", "grpo", *extra, code=2)
+    assert not pathlib.Path(one.out).exists() and not pathlib.Path("fresh").exists()
+    assert pathlib.Path("empty").exists()  # the user's
+
+
+def test_a_folder_has_one_run_at_a_time(world, saved, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    before = (saved / "metrics.jsonl").read_text()
+    with train.claim(train.parse_flags(["--resume", "hurt"])):
+        run(world, "--resume", "hurt", code=2)
+        one_line(capsys, "hurt is in use")
+    with train.claim(train.parse_flags(["--out", "one"])):
+        run(world, "--out", "one", code=2)
+        one_line(capsys, "one is in use")
+        monkeypatch.setattr(train, "fcntl", None)  # a system without such locks
+        with train.claim(train.parse_flags(["--out", "one"])):
+            pass
+    assert (saved / "metrics.jsonl").read_text() == before
 
 
 @pytest.mark.parametrize("method", ["m3-soft", "m3-eg", "minnorm"])
@@ -2856,18 +3895,24 @@ def test_non_finite_steps(world, rewarded, monkeypatch, capsys, method):  # He06
     assert all(torch.equal(v, one[k]) for k, v in load(out / "last").items())
 
 
-def test_checkpoints_are_ordered_by_number(world, saved, monkeypatch):  # He04: as text, 1000 comes before 900
+def test_checkpoints_are_ordered_by_number(world, saved):  # He04: as text, 1000 comes before 900
     for old, new in ((1, 900), (2, 1000)):
         (saved / f"checkpoint-{old}").rename(saved / f"checkpoint-{new}")
-    read = []
-    monkeypatch.setattr(train.Qwen3ForCausalLM, "from_pretrained",
-                        lambda path, *a, f=train.Qwen3ForCausalLM.from_pretrained, **kw: read.append(pathlib.Path(path).name) or f(path, *a, **kw))
-    run(world, "--resume", "hurt", "--out", "hurt", "--swa")
-    assert read[-2:] == ["checkpoint-900", "checkpoint-1000"]
-    monkeypatch.undo()
-    monkeypatch.setattr(m3, "verify", lambda text, gold, kind: len(text) % 2)
-    run(world, "--resume", "hurt", "--out", "hurt", "--steps", "11")
-    assert os.readlink(saved / "last") == "checkpoint-11"  # not 3, which text would take
+    (saved / "last").unlink()
+    (saved / "metrics.jsonl").write_text("{}\n" * 1001)
+    assert train.newest_checkpoint(saved).name == "checkpoint-1000"
+    assert [f.name for f in train.swa_folders(saved, [3, 900, 1000])] == ["checkpoint-900", "checkpoint-1000"]
+
+
+def test_a_folder_that_stands_in_the_way_is_kept(world, saved):
+    """Going on writes checkpoint-N again; what somebody else put under that name is moved aside."""
+    (saved / "last").unlink()
+    (saved / "last").symlink_to("checkpoint-1")
+    (saved / "checkpoint-3" / "notes.txt").write_text("mine")
+    run(world, "--resume", "hurt")
+    assert (saved / "checkpoint-3-before" / "notes.txt").read_text() == "mine"
+    assert not (saved / "checkpoint-3" / "notes.txt").exists()
+    assert not (saved / "checkpoint-2-before").exists()
 
 
 @pytest.mark.parametrize("method, steps", [("sdpo", 1), ("rlsd", 19)])
@@ -2898,13 +3943,14 @@ def same(a, b):
 
 
 FORKS = """
-import json, os, sys, traceback
+import json, os, signal, sys, traceback
 sys.path.insert(0, sys.argv[1])
 import m3, train
 m3.verify = lambda text, gold, kind: len(text) % 2  # see the fixture `rewarded`
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest itself may run under nohup
 
 def signal_itself(folder, number, events, lines):
-    # At the file operation of this number in the folder, as soon as the log has so many lines: no clock, no race.
+    # At the file operation of this number in the folder, once the log has so many lines: no clock, no race.
     seen = 0
 
     def hook(event, args):
@@ -2943,12 +3989,12 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def fork(world):
-    """fork(*flags) runs train.py in a process of its own, forked from one that has torch in memory already -> its exit
-    code. at=(folder, signal, events, lines): it signals itself, see FORKS."""
+    """fork(*flags) runs train.py in a process of its own, forked from one that has torch in memory already.
+    Returns its exit code. at=(folder, signal, events, lines): it signals itself, see FORKS."""
     if not hasattr(os, "fork"):
         pytest.skip("needs os.fork")
-    parent = subprocess.Popen([sys.executable, "-c", FORKS, str(pathlib.Path(train.__file__).parent)], cwd=world,
-                              text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    parent = subprocess.Popen([sys.executable, "-c", FORKS, str(HERE)], cwd=world, text=True,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def start(*argv, at=None):
         print(json.dumps([[*FAST, *argv], at]), file=parent.stdin, flush=True)
@@ -2956,6 +4002,17 @@ def fork(world):
     yield start
     parent.stdin.close()
     assert parent.wait(600) == 0
+
+
+def logged(out):
+    return (out / "metrics.jsonl").read_text().count("\n") if (out / "metrics.jsonl").exists() else 0
+
+
+def wait_for(out, lines):
+    limit = time.time() + 240  # a busy machine is slow, not wrong
+    while logged(out) < lines:
+        assert time.time() < limit, f"no line {lines} in {out}"
+        time.sleep(0.002)
 
 
 def records(out, name="metrics"):
@@ -2967,25 +4024,28 @@ def test_kill_at_any_moment_and_resume(world, fork):  # He01
     argv = "--steps 12 --method m3-soft --lr 1e-2 --eval-every 1 --max-new-tokens 5".split()
     assert fork(*argv, "--out", "unbroken") == 0
     out, rng = world / "killed", random.Random(0)
-    for _ in range(8):
+    for _ in range(7):
         resume = (out / "last").exists()
         if not resume and out.exists():
             shutil.rmtree(out)  # killed before its first checkpoint: the message says, delete it
-        moment = ["killed", signal.SIGKILL, rng.randint(1, 100), 0]  # reading the checkpoint, writing the log, saving
+        # A step takes about 30 file operations, before them those that read the checkpoint.
+        moment = ["killed", signal.SIGKILL, rng.randint(1, 60), 0]
         assert fork(*argv, "--resume" if resume else "--out", "killed", at=moment) == -9
     assert fork(*argv, "--resume" if (out / "last").exists() else "--out", "killed") == 0, (
         (world / "forks.log").read_text()[-2000:])
     whole = world / "unbroken"
     assert records(out) == records(whole) and records(out, "samples") == records(whole, "samples")
-    assert [row["step"] for row in records(out)] == list(range(13)) and os.readlink(out / "last") == "checkpoint-12"
+    assert [row["step"] for row in records(out)] == list(range(13))
+    assert os.readlink(out / "last") == "checkpoint-12"
     assert same(*(torch.load(o / "last/trainer.pt", weights_only=True) for o in (out, whole)))
     assert same(weights(world, "killed"), weights(world, "unbroken"))
     assert not [f.name for f in out.iterdir() if f.name[0] == "."]  # nothing half-written lies about
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_save_within_a_step(world, fork, number):  # He07
-    argv, name = "--steps 60 --save-every 60 --eval-every 60 --method m3-soft --lr 1e-2".split(), f"signal{int(number)}"
+    argv = "--steps 60 --save-every 60 --eval-every 60 --method m3-soft --lr 1e-2".split()
+    name = f"signal{int(number)}"
     out = world / name
     code = fork(*argv, "--out", name, at=[name, number, 0, 4])  # as soon as steps 0 to 3 are in the log
     said = (world / "forks.log").read_text()
@@ -2997,7 +4057,100 @@ def test_signals_save_within_a_step(world, fork, number):  # He07
     assert [row["step"] for row in records(out)] == list(range(done + 2))
 
 
-# --- several processes ------------------------------------------------------------------------------------------------------------
+def test_nohup_is_respected():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        train.on_stop(print)
+        assert signal.getsignal(signal.SIGTERM) is print and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        train.on_stop(print)
+        assert signal.getsignal(signal.SIGHUP) is print
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_comparison_ends_with_its_runs_saved(world, fork, number):
+    """A signal is passed on; SIGKILL cannot be, but the run sees that it is alone."""
+    name = f"stopped{int(number)}"
+    argv = f"--compare grpo --seeds 1 --steps 99999 --save-every 99999 --eval-every 99999 --out {name}".split()
+    out = world / name / "grpo-0"
+
+    def stop(pid):
+        wait_for(out, 3)
+        os.kill(pid, number)
+    code = fork(*argv, kill=stop)
+    said, limit = (world / "forks.log").read_text(), time.time() + 120
+    assert code == (-9 if number == signal.SIGKILL else 128 + number)
+    assert "Traceback" not in said and said.count("train.py: error") == (number != signal.SIGKILL)
+    while number == signal.SIGKILL and not (out / "last").exists():
+        assert time.time() < limit
+        time.sleep(0.05)
+    done = logged(out) - 1  # it had saved and ended when the comparison did
+    assert done >= 2 and os.readlink(out / "last") == f"checkpoint-{done}"
+    with open(f"{out}.log") as log:
+        assert "stopped by signal 15" in log.read() or number == signal.SIGKILL
+
+
+class Broken(io.StringIO):
+    """A terminal that was closed."""
+    def write(self, *_):
+        raise OSError(5, "Input/output error")
+
+    flush = write
+
+
+def test_printing_ends_no_run(monkeypatch, world, rewarded):
+    raw = io.BytesIO()
+    printer = train.Printer(io.TextIOWrapper(raw, encoding="ascii"))
+    print("5 − 3", file=printer, flush=True)
+    assert raw.getvalue() == b"5 ? 3\n"
+    monkeypatch.setattr(m3, "decode", lambda tokenizer, tokens, mask: ["5 − 3 \ud83d"] * len(tokens))
+    for name, stream in (("ascii", io.TextIOWrapper(io.BytesIO(), encoding="cp1252")), ("closed", Broken())):
+        with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+            lines = run(world, "--out", f"print-{name}")
+        assert [line["step"] for line in lines] == [0, 1, 2, 3]
+        assert (world / f"print-{name}" / "last").exists()
+        samples = records(world / f"print-{name}", "samples")
+        assert samples[0]["completions"][0] == "5 − 3 \ud83d"
+
+
+def test_files_are_utf8_on_every_system(world):
+    code = ("import sys; sys.path.insert(0, sys.argv.pop(1)); import m3, train\n"
+            "m3.decode = lambda tokenizer, tokens, mask: ['5 \\u2212 3'] * len(tokens)\ntrain.main()")
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    argv = [sys.executable, "-c", code, str(HERE), *FAST, "--out", "plain"]
+    done = subprocess.run(argv, cwd=world, text=True, capture_output=True, env=os.environ | plain)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "−" in (world / "plain" / "samples.jsonl").read_text(encoding="utf-8") and "5 ? 3" in done.stdout
+
+
+def test_help_names_the_methods(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def mine(s, f):
+        """of tomorrow"""
+
+    monkeypatch.setitem(m3.METHODS, "m9", m3.Method(mine))
+    with pytest.raises(SystemExit) as end:
+        train.parse_flags(["--help"])
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert end.value.code == 0 and "FLAG" in lines[0] and lines[2].endswith("distillation.")
+    for name, method in m3.METHODS.items():
+        assert f"\n  {name:<12}{(method.seed or method.mix).__doc__}" in said
+
+
+def test_new_flags():
+    assert train.parse_flags([]).hint_error == 0 and train.parse_flags([]).eg_gate == "select"
+    assert train.parse_flags(["--hint-error", "0.5", "--eg-gate", "soft", "--no-swa"]).hint_error == 0.5
+    config = train.config_of(train.parse_flags("--tau 2.5 --swa --out a=b --lr 1e-05".split()))
+    assert train.config_of(train.parse_flags(train.as_argv(config))) == config  # a config is a command line
+
+
+# --- several processes ------------------------------------------------------------------------------------
 
 
 def torchrun(world, *argv, code="import train; train.main()"):
@@ -3007,12 +4160,22 @@ def torchrun(world, *argv, code="import train; train.main()"):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    return subprocess.run([*launch, script, *FAST, *argv], cwd=world, capture_output=True, text=True, timeout=900)
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        str(port),
+    ]
+    return subprocess.run(
+        [*launch, script, *FAST, *argv], cwd=world, capture_output=True, text=True, timeout=900
+    )
 
 
 @pytest.mark.parametrize("method, kernel", [("m3-soft", "local"), ("m3-eg", "logit")])
-def test_two_processes_equal_one(world, rewarded, monkeypatch, method, kernel):
+def test_two_processes_equal_one(world, rewarded, untried, monkeypatch, method, kernel):
     argv = ["--method", method, "--kernel", kernel, "--reduction", "token", "--eval-limit", "5"]
     argv += ["--occupancy-every", "2"] if method == "m3-soft" else []
     code = f"""
@@ -3021,6 +4184,7 @@ import torch, m3
 m3.sample = drawn_without_a_model
 m3.verify = lambda text, gold, kind: len(text) % 2
 import train
+train.try_out = lambda *args: None
 train.main()"""
     done = torchrun(world, *argv, "--out", f"two-{method}", code=code)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -3035,16 +4199,22 @@ train.main()"""
                 near = pytest.approx(value, abs=0.02)
             assert b[key] == near, (a["step"], key)
     # The gradients, as AdamW has averaged them: a weight whose gradient is about 0 may go either way.
-    a, b = (torch.load(world / f"{name}-{method}/last/trainer.pt", weights_only=True) for name in ("one", "two"))
+    a, b = (
+        torch.load(world / f"{name}-{method}/last/trainer.pt", weights_only=True) for name in ("one", "two")
+    )
     for name in ("exp_avg", "exp_avg_sq"):
-        x, y = (torch.cat([s[name].flatten() for s in state["optimizer"]["state"].values()]) for state in (a, b))
+        x, y = (
+            torch.cat([s[name].flatten() for s in state["optimizer"]["state"].values()]) for state in (a, b)
+        )
         assert (x - y).norm() < 1e-2 * x.norm(), name
     assert done.stdout.count("greedy accuracy") == 1  # rank 0 alone speaks
 
 
 def test_a_failing_rank_ends_all(world):
-    fails = ("import m3, os\nif os.environ['RANK'] == '1':\n    import torch\n"
-             "    def full(*a): raise torch.OutOfMemoryError\n    m3.m3_seed = full\nimport train; train.main()")
+    fails = (
+        "import m3, os\nif os.environ['RANK'] == '1':\n    import torch\n"
+        "    def full(*a): raise torch.OutOfMemoryError\n    m3.m3_seed = full\nimport train; train.main()"
+    )
     done = torchrun(world, "--out", "ranks-broken", code=fails)
     assert done.returncode != 0 and "out of memory: lower --micro-batch" in done.stderr
     assert "another has ended" in done.stderr or "Signal 15" in done.stderr or "SIGTERM" in done.stderr
@@ -3054,10 +4224,9 @@ def test_a_failing_rank_ends_all(world):
 
 
 def recipe():
-    """The README's recipe for TRL as it is to be run: the diff with its removals left out."""
-    block = (HERE / "README.md").read_text().split("## For those who outgrow this")[1]
-    block = block.split("```diff\n")[1].split("```")[0]
-    return "".join(line[1:] + "\n" for line in block.splitlines() if not line.startswith("-"))
+    """The recipe for TRL, as it is to be pasted."""
+    blocks = (HERE / "assets" / "results.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    return next(block.split("```")[0] for block in blocks if "class M3Trainer" in block)
 
 
 @pytest.fixture(scope="session")

@@ -16,11 +16,16 @@ whose mathematics lives in m3.py and whose statistics live in ntk.py. Departures
      the clip and the moments' memory.
 """
 
-import argparse, base64, concurrent.futures, contextlib, copy, csv, functools, hashlib, html, inspect, io, json, math, os, pathlib, random
-import itertools, re, shutil, signal, subprocess, sys, tempfile, textwrap, time, zlib
-from typing import NamedTuple
+import argparse, ast, base64, contextlib, copy, csv, datetime, decimal, functools, hashlib, html
+import inspect, io, itertools, json, math, os, pathlib, random, re, shutil, signal, subprocess, sys, tempfile, textwrap
+import threading, time, zlib
+from typing import Callable, NamedTuple, Sequence
 
 import torch, transformers
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -32,7 +37,6 @@ METRICS = ["step", "reward", "accuracy", "loss_R", "loss_D", "grad_norm", "kappa
            "tokens_per_second", "seconds", "collapsed"]
 
 FIELDS = ["prompt", "answer", "solution"]
-NOT_SAVED = ["plot", "compare", "seeds", "preset", "resume", "probe", "defaults"]
 TOY_TEACHERS, CACHE = ["self-rl", "larger"], pathlib.Path("runs/cache")  # of what the toy world makes
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
@@ -74,118 +78,196 @@ PRESETS = {
                         "--max-new-tokens 256 --micro-batch 16 --vocab-chunk 1024",
 }
 
-def parse_flags(argv):
-    """All knobs, by stage. A resumed run starts from the flags it was saved with; flags given again win."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = lambda message: fail(message.replace("argument ", "") + " (see --help)")
-    rules, texts = {}, {}
+# A saved run is what its config.json says. What may change on the way decides how far, how fast and where it
+# goes on, and how often it is looked at; anything else would make a log that no one set of flags describes.
+NEUTRAL = ["out", "threads", "device", "micro_batch", "vocab_chunk", "gradient_checkpointing",
+           "save_every", "date"]  # these do not even change a result
+MAY_CHANGE = [*NEUTRAL, "steps", "lr", "weight_decay", "clip", "eval_every", "stats_every", "kdr_every",
+              "occupancy_every", "stop_on_collapse", "swa"]
+NOT_A_RUN = ["plot", "compare", "seeds", "preset", "resume", "probe"]  # of the program, not of one run
 
-    def flag(group, name, default, text, ok=None, **kw):
-        kw = {"type": type(default), "metavar": None if "choices" in kw else "X"} | kw
-        key = group.add_argument(name, default=default, help=text, **kw).dest
-        rules[key], texts[key] = ok or (lambda value: True), text
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults behind every flag, line breaks of the list of methods kept."""
 
-    at_least_1, above_0, not_negative = (lambda v: v >= 1), (lambda v: v > 0), (lambda v: v >= 0)
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        fail(message.replace("argument ", "") + " (see --help)")
+
+def number(kind, words, rule):
+    """How argparse reads a number that obeys `rule`; `words` say which those are."""
+    def read(text):
+        with contextlib.suppress(ValueError, OverflowError):
+            value = kind(text)
+            if math.isfinite(value) and rule(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text} is out of range: it must be {words}")
+    return read
+
+def parse_flags(argv=None):
+    """Every knob, by stage. A resumed run starts from the flags it was saved with."""
+    methods = {name: (method.seed or method.mix).__doc__ or "" for name, method in m3.METHODS.items()}
+    listed = "\n".join(f"  {name:<12}{text.splitlines()[0]}" for name, text in methods.items())
+    parser = Parser(usage="python train.py [FLAG ...]", formatter_class=Help, allow_abbrev=False,
+                    description="Train a small language model by hybrid reward and on-policy distillation.",
+                    epilog=f"methods:\n{listed}")
+    switch = {"action": argparse.BooleanOptionalAction, "default": False}
+    at_least_1 = number(int, "a whole number, at least 1", lambda value: value >= 1)
+    not_negative = number(int, "a whole number, at least 0", lambda value: value >= 0)
+    any_number = number(float, "a number", lambda value: True)
+    above_0 = number(float, "above 0", lambda value: value > 0)
+    unit = number(float, "in [0, 1]", lambda value: 0 <= value <= 1)
+
+    def flag(stage, name, default, text, kind=str, **more):
+        if "choices" not in more:
+            more["metavar"] = "X"
+        stage.add_argument(name, default=default, help=text, type=kind, **more)
+
     g = parser.add_argument_group("what to train")
-    flag(g, "--method", "m3-soft", "how the two signals are combined", choices=list(m3.METHODS))
+    flag(g, "--method", "m3-soft", "how the two signals are combined, see below", choices=list(methods))
     flag(g, "--model", "toy", "toy, or a causal language model: a folder or a hub id")
-    flag(g, "--dataset", "toy", "toy, gsm8k, svamp, arc, math, or a .json/.jsonl/.csv/.parquet file or folder of them")
-    flag(g, "--teacher", "privileged", "the frozen initial model, shown the gold solution; or a folder or hub id; or in the toy"
-         " world self-rl (the base model after GRPO) or larger (4 x the parameters, another style)")
-    flag(g, "--lora-rank", 0, "rank of adapters on all linear layers of the blocks, alpha is twice that; 0: none", not_negative)
+    flag(g, "--dataset", "toy", "toy, gsm8k, svamp, arc, math, a json, jsonl, csv, parquet file or folder")
+    flag(g, "--teacher", "privileged", "the frozen initial model, shown the gold solution; or a folder or hub"
+         " id; or in the toy world self-rl (the base model after GRPO) or larger (4 x, another style)")
+    flag(g, "--lora-rank", 0, "rank of adapters on linear layers, alpha is twice it; 0: none", not_negative)
     flag(g, "--few-shot", 0, "worked examples in front of every problem, for base models", not_negative)
     for name in FIELDS:
         flag(g, f"--{name}-field", "", f"column of a local file that holds the {name}")
     flag(g, "--eval-split", "validation", "which rows are evaluated", choices=["validation", "test"])
     flag(g, "--preset", "", "a named set of flags, see PRESETS in this file", choices=["", *PRESETS])
-    flag(g, "--steps", 100, "optimizer steps, at least 1", at_least_1)
-    g = parser.add_argument_group("rollouts (sampling settings are passed explicitly, never a checkpoint's own)")
-    flag(g, "--prompts-per-step", 8, "P: distinct prompts a step, at least 1", at_least_1)
-    flag(g, "--group-size", 8, "G: responses per prompt, at least 2: one has no spread", lambda v: v >= 2)
-    flag(g, "--max-new-tokens", 24, "longest response, at least 1", at_least_1)
-    flag(g, "--temperature", 1.0, "of sampling and of scoring alike, above 0", above_0)
-    flag(g, "--top-p", 1.0, "nucleus, in (0, 1]; 1 is off", lambda v: 0 < v <= 1)
-    flag(g, "--top-k", 0, "0 is off", not_negative)
+    flag(g, "--steps", 100, "optimizer steps", at_least_1)
+    g = parser.add_argument_group("rollouts (never with a checkpoint's own sampling settings)")
+    flag(g, "--prompts-per-step", 8, "P: distinct prompts a step", at_least_1)
+    flag(g, "--group-size", 8, "G: responses per prompt; one alone has no spread",
+         number(int, "a whole number, at least 2", lambda value: value >= 2))
+    flag(g, "--max-new-tokens", 24, "longest response", at_least_1)
+    flag(g, "--temperature", 1.0, "of sampling and of scoring alike", above_0)
     g = parser.add_argument_group("signals")
-    flag(g, "--std", "unbiased", "spread that advantages are divided by", choices=["unbiased", "population", "none"])
-    flag(g, "--divergence", "jsd", "loss of eq 1; M3's residual is always fkl's", choices=["jsd", "fkl", "rkl", "rkl-topk"])
-    flag(g, "--lam", 0.5, "lambda of the jsd, inside (0, 1); its ends are fkl and rkl", lambda v: 0 < v < 1)
-    flag(g, "--tau", None, "clip of a token's divergence in nats, above 0: beyond it a token gives no distillation gradient",
-         lambda v: v is None or v > 0, type=float)
-    flag(g, "--distill-scale", 1.0, "factor on the teacher's loss and residuals, above 0: the lever on kappa", above_0)
+    flag(g, "--std", "unbiased", "divides the advantages", choices=["unbiased", "population", "none"])
+    flag(g, "--divergence", "jsd", "of eq 1; M3 takes fkl", choices=["jsd", "fkl", "rkl", "rkl-topk"])
+    flag(g, "--lam", 0.5, "lambda of the jsd", number(
+        float, "in [0.01, 0.99]: the jsd is lam (1 - lam) of the KL near agreement and at most the entropy of"
+        " (lam, 1 - lam), 0.056 at 0.01; further out it fades, and fkl and rkl are its ends",
+        lambda value: 0.01 <= value <= 0.99))
+    flag(g, "--tau", None, "clip of a token's divergence in nats: beyond it the teacher is silent", above_0)
+    flag(g, "--distill-scale", 1.0, "factor on the teacher's loss and residuals: the lever on kappa", above_0)
     flag(g, "--hint", "solution", "what the privileged teacher sees", choices=["solution", "answer"])
-    flag(g, "--reduction", "response", "1/N per response then mean, or one mean over tokens", choices=["response", "token"])
+    flag(g, "--hint-error", 0.0, "toy world: share of problems whose teacher reads a wrong solution", unit)
+    flag(g, "--reduction", "response", "mean of response means, or tokens", choices=["response", "token"])
     g = parser.add_argument_group("method")
-    flag(g, "--alpha", 0.5, "hybrid: weight of distillation, in [0, 1]", lambda v: 0 <= v <= 1)
-    flag(g, "--alpha-max", 0.15, "M3: the teacher's largest share of a token, in [0, 1]", lambda v: 0 <= v <= 1)
-    flag(g, "--beta", 1.0, "M3-Soft and M3-EG: sharpness of the gate")
-    flag(g, "--eps", 0.1, "M3: eps of the normalised residual, in units of its norm, above 0", above_0)
-    flag(g, "--eta-in", 1000.0, "M3-EG: inner step size as a multiple of --lr (a plain step, AdamW's is far larger)")
+    flag(g, "--alpha", 0.5, "hybrid: weight of distillation", unit)
+    flag(g, "--alpha-max", 0.15, "M3: the teacher's largest share of a token", unit)
+    flag(g, "--beta", 1.0, "M3-Soft, and M3-EG with the soft gate: sharpness of the gate", any_number)
+    flag(g, "--eps", 0.1, "M3: eps of the normalised residual, in units of its norm", above_0)
+    flag(g, "--eta-in", 1000.0, "M3-EG: inner (plain) step as a multiple of --lr", any_number)
+    flag(g, "--eg-gate", "select", "M3-EG: whose gate", choices=["select", "soft"])
     flag(g, "--zero-advantage", "teacher", "M3 tokens without a reward signal", choices=["teacher", "skip"])
     flag(g, "--kernel", "local", "how K_DR(n) is computed", choices=["logit", "local", "hutchinson", "exact"])
     g = parser.add_argument_group("optimizer")
-    flag(g, "--lr", 1e-4, "AdamW learning rate, in [0, 1]", lambda v: 0 <= v <= 1)
-    flag(g, "--weight-decay", 0.0, "AdamW's, in [0, 1]", lambda v: 0 <= v <= 1)
-    flag(g, "--clip", 1.0, "largest gradient norm, above 0", above_0)
+    flag(g, "--lr", 1e-4, "AdamW learning rate", unit)
+    flag(g, "--weight-decay", 0.0, "AdamW's", unit)
+    flag(g, "--clip", 1.0, "largest gradient norm", above_0)
     flag(g, "--micro-batch", 0, "rows per training pass, sorted by length; 0 is all", not_negative)
-    flag(g, "--sample-batch", 0, "prompts sampled at a time, 0 is all (neither changes a result, but hutchinson's)", not_negative)
-    g.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations: less memory, more time")
-    flag(g, "--vocab-chunk", 4096, "response tokens whose logits exist at one time, at least 1", at_least_1)
+    g.add_argument("--gradient-checkpointing", help="recompute activations: less memory, more time", **switch)
+    flag(g, "--vocab-chunk", 4096, "response tokens whose logits exist at one time", at_least_1)
     g = parser.add_argument_group("run")
-    flag(g, "--seed", 0, "governs every random draw; 0 to 2^32 - 1", lambda v: 0 <= v < 2**32)
+    flag(g, "--seed", 0, "governs every random draw",
+         number(int, "a whole number from 0 to 2^32 - 1", lambda value: 0 <= value < 2**32))
     flag(g, "--device", "auto", "cpu, cuda, cuda:1, mps; auto takes a GPU where there is one")
-    flag(g, "--dtype", "auto", "of a real model; auto is bfloat16 on cuda", choices=["auto", "float32", "bfloat16"])
+    flag(g, "--dtype", "auto", "auto: bfloat16 on cuda, if not toy", choices=["auto", "float32", "bfloat16"])
+    flag(g, "--date", datetime.date.today().isoformat(), "the day that a chat template may write into prompts")
     flag(g, "--threads", 0, "CPU threads; 0 leaves torch's choice", not_negative)
-    flag(g, "--eval-every", 20, "steps between greedy evaluations, at least 1", at_least_1)
-    flag(g, "--eval-limit", 200, "held-out problems per evaluation, at least 1", at_least_1)
-    flag(g, "--stats-every", 1, "steps between kappa and phi (two extra backward passes); 0 is never")
-    flag(g, "--kdr-every", 1, "steps between conflict shares in the log (M3's gates need K_DR anyway); 0 is never")
-    flag(g, "--save-every", 50, "steps between checkpoints, at least 1; the last step is always saved", at_least_1)
-    flag(g, "--occupancy-every", 0, "steps between cross-fitted occupancies (4 backward passes, 2 forward); 0 is never")
-    g.add_argument("--stop-on-collapse", action="store_true", help="end when reward stays below 0.05 for ten steps")
-    g.add_argument("--swa", action="store_true", help="at the end, also evaluate the mean of the last two checkpoints")
+    flag(g, "--eval-every", 20, "steps between greedy evaluations", at_least_1)
+    flag(g, "--eval-limit", 200, "held-out problems per evaluation", at_least_1)
+    flag(g, "--stats-every", 1, "steps between kappa and phi (2 backward passes); 0 is never", not_negative)
+    flag(g, "--kdr-every", 1, "steps between conflict shares in the log; 0 is never", not_negative)
+    flag(g, "--save-every", 50, "steps between checkpoints; the last step is always saved", at_least_1)
+    flag(g, "--occupancy-every", 0, "steps between occupancies (4 backward passes); 0 is never", not_negative)
+    g.add_argument("--stop-on-collapse", help="end when reward stays below 0.05 for ten steps", **switch)
+    g.add_argument("--swa", help="at the end, also evaluate the mean of the last two checkpoints", **switch)
     flag(g, "--out", "", "folder of this run; by default runs/<time>-<method>")
     flag(g, "--resume", "", "go on with the run in this folder from its last checkpoint")
     g = parser.add_argument_group("instead of one run")
-    g.add_argument("--probe", action="store_true", help="ten steps of hybrid, then which method the paper's rule advises")
-    g.add_argument("--compare", nargs="+", choices=list(m3.METHODS), metavar="METHOD",
-                   help="train each METHOD on the same seeds, one process per core; table and figure in --out")
-    g.add_argument("--compare-teachers", dest="compare", action="store_const", const=["privileged", *TOY_TEACHERS],
-                   help="the same for opd under each teacher of the toy world")
-    flag(g, "--seeds", 3, "seeds 0, 1, ... of a comparison, at least 1", at_least_1)
-    g.add_argument("--plot", nargs="+", metavar="FOLDER", help="draw curves.png into the first FOLDER and stop")
+    g.add_argument("--probe", action="store_true", help="ten steps of hybrid, then the paper's advice")
+    g.add_argument("--compare", nargs="+", choices=list(methods), metavar="METHOD",
+                   help="train each METHOD on the same seeds, one process a core; table and picture in --out")
+    g.add_argument("--compare-teachers", dest="compare", action="store_const",
+                   const=["privileged", *TOY_TEACHERS], help="the same: opd under each toy teacher")
+    flag(g, "--seeds", 3, "seeds 0, 1, ... of a comparison", at_least_1)
+    g.add_argument("--plot", nargs="+", metavar="FOLDER", help="draw curves.png into the first FOLDER")
 
-    argv = sys.argv[1:] if argv is None else argv
-    flags = parser.parse_args(argv)
-    argv = PRESETS.get(flags.preset, "").split() + [*argv]
-    if flags.resume:
-        with or_fail(f"--resume: cannot read {flags.resume}/config.json"):
-            saved = json.loads((pathlib.Path(flags.resume) / "config.json").read_text())
-        parser.set_defaults(**{k: v for k, v in saved.items() if k in vars(flags)})
-        argv += ["--out", flags.resume]
-    flags = parser.parse_args(argv)
-    flags.defaults = {k: parser.get_default(k) for k in vars(flags)}
-    for name, value in ((name, vars(flags)[name]) for name in rules):
-        if not rules[name](value) or isinstance(value, float) and not math.isfinite(value):
-            fail(f"--{name.replace('_', '-')} {value} is out of range: {texts[name]}")
-    WORLD == 1 or not flags.compare or fail("--compare starts its own processes: leave out torchrun")
-    flags.prompts_per_step % WORLD and fail(f"--prompts-per-step must be a multiple of the {WORLD} processes")
-    if flags.model == "toy" != flags.dataset:
+    argv = [*(sys.argv[1:] if argv is None else argv)]
+    given = parser.parse_args(argv)
+    argv = PRESETS.get(given.preset, "").split() + argv  # the command line's own flags win
+    if not given.resume:
+        return check_flags(parser.parse_args(argv))
+    config = as_argv(read_config(given.resume, vars(given)))
+    saved, flags = (check_flags(parser.parse_args(one)) for one in (config, config + argv))
+    return check_resume(given, saved, flags)
+
+def check_flags(flags):
+    """`flags` with "auto" decided; what is wrong only together ends here."""
+    if WORLD > 1 and flags.compare:
+        fail("--compare starts its own processes: leave out torchrun")
+    if flags.prompts_per_step % WORLD:
+        fail(f"--prompts-per-step must be a multiple of the {WORLD} processes")
+    if flags.model in OWN_MODEL and flags.model != flags.dataset:
         fail("--dataset: the toy model only knows the toy world; give a --model")
-    if flags.model != "toy" and {flags.teacher, *(flags.compare or ())} & {*TOY_TEACHERS}:
-        fail(f"--compare-teachers, --teacher {' and '.join(TOY_TEACHERS)} are the toy world's; give a folder or hub id")
+    if flags.model not in OWN_MODEL and {flags.teacher, *(flags.compare or ())} & {*TOY_TEACHERS}:
+        fail(f"--compare-teachers, --teacher {' and '.join(TOY_TEACHERS)} are the toy world's; give a folder")
     if flags.method in ("rlsd", "sdpo") and (flags.lora_rank or flags.teacher != "privileged"):
-        fail(f"--method {flags.method} moves its teacher along: it needs --lora-rank 0 and --teacher privileged")
+        fail(f"--method {flags.method} moves its teacher: it needs --lora-rank 0 and --teacher privileged")
+    if flags.hint_error and (flags.dataset not in OWN_MODEL or flags.teacher != "privileged"):
+        fail("--hint-error misleads the toy world's privileged teacher: leave out --dataset and --teacher")
     if flags.probe:
         flags.method, flags.steps, flags.stats_every, flags.kdr_every = "hybrid", 10, 1, 1
     if flags.device == "auto":
         flags.device = "cuda" if torch.cuda.is_available() else "cpu"
     if flags.dtype == "auto":
-        flags.dtype = "bfloat16" if "cuda" in flags.device and flags.model != "toy" else "float32"
+        flags.dtype = "bfloat16" if "cuda" in flags.device and flags.model not in OWN_MODEL else "float32"
     if flags.method == "m3-eg" and flags.dtype == "bfloat16" and not flags.lora_rank:
-        fail("--method m3-eg: its inner step is lost in bfloat16 weights; take --dtype float32 or --lora-rank")
+        fail("--method m3-eg: its inner step is lost in bfloat16; take --dtype float32 or --lora-rank")
     return flags
+
+def check_resume(given, saved, flags):
+    """`flags` of a run that goes on in its folder. given: the command line alone; saved: what the run was."""
+    if given.compare or flags.compare:
+        fail("--resume is for one run; a --compare goes on when the same command is given again")
+    if given.out and pathlib.Path(given.out).resolve() != pathlib.Path(given.resume).resolve():
+        fail(f"--out {given.out}: a run goes on in its own folder, leave it out with --resume")
+    if not newest_checkpoint(pathlib.Path(given.resume)):
+        fail(f"--resume {given.resume}: no checkpoint yet: give its first command again, or delete it")
+    for key in differing(saved, flags, MAY_CHANGE):
+        fail(f"{dashed(key)} {vars(flags)[key]}: the run in {given.resume} has {vars(saved)[key]!r}, it"
+             " cannot change on the way; leave it out, or start another run with --out")
+    flags.out = given.resume
+    return flags
+
+def differing(one, two, free):
+    """Names of the flags in which two runs differ, but for those that are `free` to."""
+    return [key for key in vars(one) if key not in [*free, *NOT_A_RUN] and vars(one)[key] != vars(two)[key]]
+
+def dashed(key):
+    return "--" + key.replace("_", "-")
+
+def as_argv(config):
+    """A config.json as a command line, so that it is read by the same rules."""
+    argv = []
+    for key, value in config.items():
+        if isinstance(value, bool):
+            argv += [dashed(key)] if value else []
+        elif value is not None:
+            argv.append(f"{dashed(key)}={value}")
+    return argv
+
+def read_config(folder, known):
+    """config.json of a run, with the flags that are `known` here."""
+    path = pathlib.Path(folder).resolve()
+    with or_fail(f"--resume: cannot read {folder}/config.json"):
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if "method" not in config and (path.parent / "metrics.jsonl").exists():  # a checkpoint's own
+            newest = newest_checkpoint(path.parent)
+            fail(f"--resume {folder} is a checkpoint; --resume {path.parent}, its run, goes on from {newest}")
+        return {key: value for key, value in config.items() if key in known and key not in NOT_A_RUN}
 
 def fail(message, code=2):
     """A user's mistake: one line that names the mend, exit code 2, no traceback."""
@@ -202,219 +284,382 @@ def or_fail(message, kinds=Exception, code=2):
     except kinds as error:
         fail(f"{message} ({type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]})", code)
 
-# --- The toy world: word problems a 0.9M model learns in a minute, and one bad habit for reward and teacher to cure --
+# --- The toy world: word problems that a 0.9M model learns in a minute, and one bad habit to cure -----------
 
-TOY_WORDS = ["<pad>", "<eos>", "<unk>", "\n", *"has gets loses doubles them , . ? How many Answer Hint : + - * = ####".split(),
-             *(TOY_NAMES := "Ann Bob Cem Dua Eli Fay Gus Hana Ivo Jun".split()),
-             *(TOY_THINGS := "pens cups figs nuts keys eggs hats coins".split()), *map(str, range(100))]
+TOY_NAMES = ["Ann", "Bob", "Cem", "Dua", "Eli", "Fay", "Gus", "Hana", "Ivo", "Jun"]
+TOY_THINGS = ["pens", "cups", "figs", "nuts", "keys", "eggs", "hats", "coins"]
+TOY_WORDS = ["<pad>", "<eos>", "<unk>", "\n", "has", "gets", "loses", "doubles", "them", ",", ".", "?", "How",
+             "many", "Answer", "Hint", ":", "+", "-", "*", "=", "####", *TOY_NAMES, *TOY_THINGS,
+             *map(str, range(100))]
+
+def toy_result(value, operation):
+    sign, k = operation
+    return {"+": value + k, "-": value - k, "*": value * k}[sign]
 
 def toy_problem(rng, heldout):
-    """One question: its text, the starting number and the operations [(sign, k), ...]; values stay in 1..20, but for the last."""
+    """(question, starting number, operations [(sign, k), ...]). Values stay in 1..20, but for the last."""
     while True:
         start, steps = rng.randint(2, 16), rng.randint(1, 3)
         ops = [(rng.choice("+-"), rng.randint(1, 6)) for _ in range(steps)]
-        if rng.random() < 0.42:  # one doubling at most, and at the end: what follows it would need sums of large numbers,
-            ops[-1] = ("*", 2)  # which the base model, with its habit, has hardly ever seen
-        values = [*itertools.accumulate(ops, lambda v, op: {"+": v + op[1], "-": v - op[1], "*": v * op[1]}[op[0]], initial=start)]
-        # A hash of the numbers and operations decides which side a problem is on: one in eight is held out, under all its
-        # names and things and whatever the seed. Not hash(): that changes from process to process.
-        if 1 <= min(values) and max(values[:-1]) <= 20 and (zlib.crc32(repr((start, ops)).encode()) % 8 == 0) == heldout:
+        if rng.random() < 0.42:  # one doubling at most, and at the end: what follows it would need sums of
+            ops[-1] = ("*", 2)  # large numbers, which the base model, with its habit, has hardly ever seen
+        values = list(itertools.accumulate(ops, toy_result, initial=start))
+        # A hash of the numbers decides which side a problem is on: one in eight is held out, under all names
+        # and things and whatever the seed. Not hash(): that changes from process to process.
+        side = zlib.crc32(repr((start, ops)).encode()) % 8 == 0
+        if min(values) >= 1 and max(values[:-1]) <= 20 and side == heldout:
             break
-    told = {"+": "gets {}", "-": "loses {}", "*": "doubles them"}  # equally long: a prompt's length follows from `steps`
-    clauses = [f"{rng.choice(TOY_NAMES)} has {start} {rng.choice(TOY_THINGS)}", *(told[s].format(k) for s, k in ops)]
+    told = {"+": "gets {}", "-": "loses {}", "*": "doubles them"}  # equally long
+    clauses = [f"{rng.choice(TOY_NAMES)} has {start} {rng.choice(TOY_THINGS)}"]
+    clauses += [told[sign].format(k) for sign, k in ops]
     return " , ".join(clauses) + " . How many ?", start, ops
 
 def toy_solution(start, ops, rng=None, swapped=False):
-    """Worked steps and "#### answer". With `rng`: as the base model's corpus has them, bad habit and slips included.
-    swapped: another style, that of the larger teacher: "3 + 12" for "12 + 3", "12 + 12" for "12 * 2"."""
+    """Worked steps and "#### answer". With `rng`: as the base model's corpus has them, habit and all.
+    swapped: the larger teacher's style, "3 + 12" for "12 + 3", "12 + 12" for "12 * 2"."""
     lines, value = [], start
     for sign, k in ops:
         if rng and sign == "*" and rng.random() < 0.6:
-            sign = "+"  # the misconception: "doubles" worked as + 2
-        result = {"+": value + k, "-": value - k, "*": value * k}[sign]
+            sign = "+"  # the habit: "doubles" worked as + 2
+        result = toy_result(value, (sign, k))
         if rng and sign != "*" and rng.random() < 0.03:
             result += rng.choice((-1, 1))
-        result = max(result, 0)  # a wrong value may be too small for the next "loses", and there is no token for -1
-        lines.append(f"{value} {sign} {k} = {result}" if not swapped or sign == "-" else
-                     f"{k if sign == '+' else value} + {value} = {result}")
+        result = max(result, 0)  # a wrong value may be too small for the next "loses"; -1 is no token
+        term = f"{value} {sign} {k}"
+        if swapped and sign != "-":
+            term = f"{k if sign == '+' else value} + {value}"
+        lines.append(f"{term} = {result}")
         value = result
     return "\n".join([*lines, f"#### {value}"])
 
-def toy_rows(n, seed, heldout=False):
-    """n different problems [{question, solution, answer, kind}]; no held-out one equals any other, whatever the two seeds."""
+def toy_misled(start, ops, share):
+    """A wrong {solution, answer, kind} for a share of the problems, else None: the last "doubles" worked as
+    + 2, or the last sign turned. What is misled at a share is so at every larger one."""
+    sign, k = ops[-1]
+    slip = {"*": ("+", 2), "+": ("-", k), "-": ("+", k)}[sign]
+    solution = toy_solution(start, [*ops[:-1], slip])
+    answer = solution.split()[-1]
+    chosen = zlib.crc32(f"hint {start} {ops}".encode()) < share * 2**32
+    if chosen and answer != toy_solution(start, ops).split()[-1]:  # 2 + 2 = 2 * 2
+        return {"solution": solution, "answer": answer, "kind": "toy"}
+    return None
+
+def toy_rows(n, seed, heldout=False, hint_error=0.0):
+    """n different problems {question, solution, answer, kind}, in no seed both held out and not.
+    hint_error: share of the problems that have "misled" too, see toy_misled."""
     rng, rows = random.Random(f"rows {seed}"), {}
     while len(rows) < n:
         question, start, ops = toy_problem(rng, heldout)
-        rows[question] = dict(question=question, solution=(text := toy_solution(start, ops)), answer=text.split()[-1], kind="toy")
+        solution = toy_solution(start, ops)
+        row = {"question": question, "solution": solution, "answer": solution.split()[-1], "kind": "toy"}
+        misled = toy_misled(start, ops, hint_error)
+        rows[question] = row | {"misled": misled} if misled else row
     return list(rows.values())
 
-def toy_tokenizer():
-    """One token per word, number and line break; decode(m3.encode(text)) == text."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(TOY_WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(*x) for x in ((" ", "removed"), ("\n", "isolated"))])
-    tokenizer.decoder = decoders.Sequence([decoders.WordPiece(prefix="<none>", cleanup=False), decoders.Fuse(),
-                                           decoders.Replace(Regex(" ?\n ?"), "\n")])  # " " before each word, "\n" bare
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
-                                   padding_side="left", clean_up_tokenization_spaces=False)
+def toy_corpus(rng, count, larger):
+    """[(prompt, reply), ...] for the base model. A third show the solution and are answered right, as by
+    a teacher; the others are answered with the habit. larger: all are right, in another style."""
+    corpus = []
+    for _ in range(count):
+        question, start, ops = toy_problem(rng, heldout=False)
+        right = toy_solution(start, ops, swapped=larger)
+        hint = right if rng.random() < 0.36 and not larger else ""
+        prompt = m3.prompt_text(None, {"question": question, "kind": "toy"}, reference=hint)
+        corpus.append((prompt, right if hint or larger else toy_solution(start, ops, rng)))
+    return corpus
 
-def toy_base_model(seed, steps=400, rows=48, lr=3e-3, larger=False):
-    """A Qwen3 of 0.9M parameters, pre-trained on the fly. A third of its corpus shows the gold solution as a hint and answers
-    RIGHT, which makes the same frozen weights a competent teacher; the rest answers with the habit: the student to mend.
-    larger: a teacher of 3.4M, which needs no hint and has no habit, but works in another style."""
-    width = 256 if larger else 128
-    rng, tokenizer, corpus = random.Random(f"corpus {seed}"), toy_tokenizer(), []
-    for _ in range(steps * rows):
-        prompt, start, ops = toy_problem(rng, heldout=False)
-        right, hint = toy_solution(start, ops, swapped=larger), rng.random() < (0 if larger else 0.36)
-        texts = (m3.prompt_text(tokenizer, dict(question=prompt, kind="toy"), reference=right * hint),
-                 right if hint or larger else toy_solution(start, ops, rng))
-        corpus.append(tokenizer([texts[0], texts[1] + "<eos>"])["input_ids"])
-    with torch.random.fork_rng(devices=[]):  # the weights are drawn from the global generator: put it back afterwards
+def toy_tokenizer(words=TOY_WORDS):
+    """One token per word, number, sign and line break. "pens," is read as "pens ,"; of a text with spaces
+    between all tokens, decode(m3.encode(text)) == text."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    cuts = (" ", "removed"), ("\n", "isolated"), (Regex("####|[-,.?:+*=]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(*cut) for cut in cuts])
+    tokenizer.decoder = decoders.Sequence([  # " " before each word, "\n" bare
+        decoders.WordPiece(prefix="<none>", cleanup=False), decoders.Fuse(),
+        decoders.Replace(Regex(" ?\n ?"), "\n")])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+        padding_side="left", clean_up_tokenization_spaces=False)
+
+def toy_base_model(seed, steps=400, rows=48, lr=3e-3, larger=False, task="toy"):
+    """A Qwen3 of 0.9M parameters (larger: 3.4M), pre-trained on its task's corpus."""
+    width, tokenizer = 256 if larger else 128, toy_tokenizer(TASKS[task].words)
+    texts = TASKS[task].corpus(random.Random(f"corpus {seed}"), steps * rows, larger)
+    corpus = [tokenizer([prompt, reply + "<eos>"])["input_ids"] for prompt, reply in texts]
+    with torch.random.fork_rng(devices=[]):  # the weights are drawn from the global generator: put it back
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(  # from 0.02 copying a hint, from 0.05 arithmetic is learned too late
-            vocab_size=len(TOY_WORDS), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=4, head_dim=32,
-            num_attention_heads=width // 32, num_key_value_heads=width // 32, max_position_embeddings=256,
-            tie_word_embeddings=True, bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id, initializer_range=0.04))
+        model = Qwen3ForCausalLM(Qwen3Config(  # range .02: copying a hint comes too late; .05: arithmetic
+            vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=4,
+            head_dim=32, num_attention_heads=width // 32, num_key_value_heads=width // 32,
+            max_position_embeddings=256, tie_word_embeddings=True, initializer_range=0.04, bos_token_id=None,
+            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id))
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
     for step in tqdm(range(steps), desc="toy base model", leave=False, disable=None):
-        # Cut by length, for the longest rows are thrice the shortest and padding costs as much as text; but cut WITHIN the
-        # batch: whole batches of one length (all hints, then none) made the two habits undo each other.
-        batch = sorted(corpus[step * rows:(step + 1) * rows], key=lambda pair: len(pair[0]) + len(pair[1]))
-        for part in (batch[i:i + rows // 3] for i in range(0, rows, rows // 3)):
-            width = max(len(p) + len(r) for p, r in part)
-            # padded on the RIGHT: causal attention never looks there, so no mask is needed
-            ids = torch.tensor([p + r + [0] * (width - len(p) - len(r)) for p, r in part])
-            taught = torch.tensor([[len(p) <= t + 1 < len(p) + len(r) for t in range(width)] for p, r in part])
-            hidden = model.model(ids, use_cache=False).last_hidden_state[taught]  # the head only where a response is predicted
-            loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), ids[:, 1:][taught[:, :-1]], reduction="sum")
-            (loss / sum(len(r) for _, r in batch)).backward()
+        pretrain_backward(model, corpus[step * rows:(step + 1) * rows])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step(), optimizer.zero_grad(), schedule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
     return model.eval()
 
-SELF_RL = "--method grpo --steps 200 --seed 1000 --stats-every 0 --kdr-every 0 --eval-every 200 --save-every 200"
+def pretrain_backward(model, batch):
+    """Gradient of the mean cross-entropy of the replies. batch: pairs (prompt ids, reply ids)."""
+    # In three parts by length, to pad less. Whole batches of one length made the two habits undo each other.
+    batch = sorted(batch, key=lambda pair: len(pair[0]) + len(pair[1]))
+    third, total = len(batch) // 3, sum(len(reply) for _, reply in batch)
+    for part in (batch[i:i + third] for i in range(0, len(batch), third)):
+        width = len(part[-1][0]) + len(part[-1][1])  # padded on the RIGHT, where causal attention never looks
+        ids = torch.tensor([p + r + [0] * (width - len(p) - len(r)) for p, r in part])
+        taught = torch.tensor([[len(p) <= t + 1 < len(p) + len(r) for t in range(width)] for p, r in part])
+        hidden = model.model(ids, use_cache=False).last_hidden_state[taught]  # the head for replies alone
+        replies = ids[:, 1:][taught[:, :-1]]
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), replies, reduction="sum")
+        (loss / total).backward()
 
-def toy_path(kind="base"):
-    """Where a toy model is cached: a name hashed from the code and words that make it."""
-    made_by = [inspect.getsource(f) for f in (toy_problem, toy_solution, toy_tokenizer, toy_base_model, m3.prompt_text)]
-    return CACHE / f"toy-{kind}-{hashlib.sha256(f'{made_by} {TOY_WORDS} {SELF_RL}'.encode()).hexdigest()[:12]}"
+SELF_RL = ("--method grpo --steps 200 --seed 1000 --stats-every 0 --kdr-every 0 --eval-every 200 "
+           "--save-every 200")
 
-def toy_model(kind="base"):
-    """Folder of a toy model, made once: base, larger (see toy_base_model) or self-rl (base after SELF_RL). --seed varies
-    the run, not where it starts, just as runs on a published checkpoint do."""
-    def fill(tmp):
+def toy_path(kind="base", task="toy"):
+    """Where a toy model is cached: a name hashed from all that makes it."""
+    texts = [TASKS[task].corpus(random.Random("name"), 200, larger) for larger in (False, True)]
+    code = [inspect.getsource(part) for part in (toy_tokenizer, toy_base_model, pretrain_backward)]
+    made_by = f"{texts} {code} {TASKS[task].words} {SELF_RL}"
+    return CACHE / f"{task}-{kind}-{hashlib.sha256(made_by.encode()).hexdigest()[:12]}"
+
+def toy_model(kind="base", task="toy"):
+    """Folder of a toy model, made once: base, larger (see toy_corpus) or self-rl (base after SELF_RL). --seed
+    varies the run, not where it starts, as with a published checkpoint."""
+    def fill(folder):
         if kind != "self-rl":
-            return toy_tokenizer().save_pretrained(tmp), toy_base_model(0, larger=kind == "larger").save_pretrained(tmp)
-        subprocess.run([sys.executable, __file__, *SELF_RL.split(), "--out", tmp / "run"], check=True,  # alone, not as a rank
-                       stdout=subprocess.DEVNULL, env=os.environ | {"RANK": "0", "WORLD_SIZE": "1"})
-        return [shutil.move(file, tmp) for file in (tmp / "run" / "last").resolve().iterdir()]
-    path = toy_path(kind)
+            toy_tokenizer(TASKS[task].words).save_pretrained(folder)
+            toy_base_model(0, larger=kind == "larger", task=task).save_pretrained(folder)
+            return
+        argv = [sys.executable, __file__, *SELF_RL.split(), "--model", task, "--dataset", task]
+        alone = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}  # not as a rank of this run
+        subprocess.run([*argv, "--out", folder / "run"], check=True, stdout=subprocess.DEVNULL, env=alone)
+        for file in newest_checkpoint(folder / "run").iterdir():
+            shutil.move(file, folder)
+
+    path = toy_path(kind, task)
     if not path.exists():
-        print(f"toy {kind} model: training it once, a minute or two, then kept in {path}", flush=True)
+        print(f"{task} {kind} model: training it once, a minute or two, kept in {path}", flush=True)
         write_folder(path, fill)
     return str(path)
 
-# --- Real data and real models ---------------------------------------------------------------------------------------
+# --- Real data ----------------------------------------------------------------------------------------------
 
-HUB = {"gsm8k": ["openai/gsm8k", "main"], "svamp": ["ChilleD/SVAMP"], "arc": ["allenai/ai2_arc", "ARC-Challenge"],
-       "math": ["HuggingFaceH4/MATH-500"]}  # a test split alone: like any source without parts it is cut in three
+HUB = {"gsm8k": ["openai/gsm8k", "main"], "svamp": ["ChilleD/SVAMP"],
+       "arc": ["allenai/ai2_arc", "ARC-Challenge"],
+       "math": ["HuggingFaceH4/MATH-500"]}  # a test split alone: cut in three, as any source of one part
+
+def bar(rows, text):
+    """A progress bar; nothing is seen of it within the first second."""
+    return tqdm(rows, text, unit=" rows", delay=1, leave=False, disable=True if RANK else None)
 
 def read_file(path):
-    """A file's rows as dicts, as they stand: no cache, no network, no guessed column types."""
+    """A file's rows as dicts, as they stand. Not by `datasets`: it makes 7.0 of "007", and refuses all of a
+    file for one lone surrogate."""
     if path.suffix == ".parquet":
         import pyarrow.parquet  # comes with datasets
         return pyarrow.parquet.read_table(path).to_pylist()
-    text = path.read_text("utf-8-sig").strip()
+    text = path.read_text("utf-8-sig")
     if path.suffix == ".csv":
         return list(csv.DictReader(io.StringIO(text)))
-    if text[:1] != "[":  # told by content: many a .jsonl is one big array
+    if text.lstrip()[:1] != "[":  # told by content: many a .jsonl is one big array
         text = "[" + ",\n".join(line for line in text.split("\n") if line.strip()) + "]"
     return [{**row} for row in json.loads(text)]
 
-@functools.lru_cache(1)  # train() asks for two splits of it
 def read_parts(dataset):
-    """{"train" | "validation" | "test": rows}, as many as the source has; if it has only one, it counts as train."""
+    """{part: rows as they stand}, as many parts as the source has; if it has only one, that is "train"."""
     path, parts = pathlib.Path(dataset).expanduser(), {}
     if dataset in HUB:
         import datasets
-        parts = {name: list(part) for name, part in datasets.load_dataset(*HUB[dataset]).items()}
+        parts = dict(datasets.load_dataset(*HUB[dataset]))
     elif not path.exists():
         fail(f"--dataset {dataset}: file or folder not found; by name there are {', '.join(HUB)}")
     elif path.is_file():
         parts = {"train": read_file(path)}
     for file in sorted(path.iterdir()) if path.is_dir() else ():
-        part = re.search(r"(?:^|[-_.])(train|test|validation|valid|val|dev)[-_.]", file.name)
-        if part and file.suffix in (".json", ".jsonl", ".csv", ".parquet"):
-            parts.setdefault(part[1] if part[1][0] == "t" else "validation", []).extend(read_file(file))
+        word = re.search(r"(?:^|[-_.])(train|test|validation|valid|val|dev)[-_.]", file.name)
+        if word and file.suffix in (".json", ".jsonl", ".csv", ".parquet"):
+            parts.setdefault(word[1] if word[1][0] == "t" else "validation", []).extend(read_file(file))
     return {"train": parts.popitem()[1]} if len(parts) == 1 else parts
 
-def read_row(row, fields):
-    """(question, solution, gold, kind) in any known layout; kind "": ask the golds. A missing column is a KeyError."""
-    text = lambda name: "" if row[name] is None else str(row[name]).strip()
-    if "answerKey" in row and not any(fields.values()):  # ARC, two layouts; the letters shown are the letters scored
-        stem = row["question"] if isinstance(row["question"], dict) else {"stem": text("question")} | row
-        both = stem["choices"]
-        both = zip(both["label"], both["text"]) if isinstance(both, dict) else [(x["label"], x["text"]) for x in both]
-        shown = {str(label): f"{letter}. {option}" for (label, option), letter in zip(both, "ABCDEFGHIJ")}
-        right = shown.get(text("answerKey"), "")
-        return "\n".join([stem["stem"], *shown.values()]), right, right[:1], "arc"
-    if "Body" in row and not any(fields.values()):  # SVAMP: a body without a stop is nearly always an open "If ..."
-        joint = " " if text("Body").endswith((".", "?", "!", ",")) else ", "
-        equation = re.sub(r"(\d)\.0\b", r"\1", f"{text('Equation')} = {text('Answer')}")  # 51.0 -> 51
-        return text("Body") + joint + text("Question"), equation, equation.split(" = ")[-1], "svamp"
-    prompt = fields.get("prompt") or next((name for name in ("question", "problem") if name in row), "prompt")
-    gold, worked = text(fields.get("answer") or "answer"), fields.get("solution") or "solution"
-    solution = text(worked) if worked in row or fields.get("solution") else gold if "####" in gold else ""
-    solution = re.sub(r"<<[^<>\n]*>>", "", solution)  # GSM8K's calculator marks: nothing to learn to write
-    return text(prompt), solution, gold.split("####")[-1].strip(), "math" if prompt == "problem" else ""
+def cell_text(value):
+    """The text of a cell that holds text, a number, a list of one ('["1"]' as text too), verl's dict
+    {"ground_truth": answer}, or messages {role, content}: what system and user say. Errors: ValueError."""
+    if isinstance(value, str) and re.match(r"""[\s\[]*\{\s*["'](role|content)["']\s*:""", value):  # in a .csv
+        read = ast.literal_eval if "'" in value[:9] else json.loads
+        value = read(value.strip())
+    turns = [value] if isinstance(value, dict) else value
+    if isinstance(turns, list) and turns and all(isinstance(turn, dict) for turn in turns):
+        if any(turn.get("role", "user") not in ("system", "developer", "user") for turn in turns):
+            raise ValueError(f"a turn that may hold the answer in {turns!r}")
+        names = "content", "text", "ground_truth"
+        return "\n\n".join(cell_text(next((turn[x] for x in names if x in turn), None)) for turn in turns)
+    if isinstance(value, list) and len(value) == 1:
+        return cell_text(value[0])
+    text = str(value).strip()
+    alone = re.fullmatch(r"""\[\s*(?:(["'])((?:(?!\1).)*)\1|(-?[\d./]+))\s*\]""", text)
+    if alone:
+        return cell_text(alone[3] or alone[2].replace("\\\\", "\\"))
+    number = type(value) in (int, float, decimal.Decimal) and math.isfinite(value)  # a bool is none of these
+    several = re.fullmatch(r"""\[[\s\[]*["'].*\]""", text, re.DOTALL)
+    if several or not (number or isinstance(value, str)):
+        raise ValueError(f"not one text: {value!r}")
+    text.encode()  # of a lone surrogate: UnicodeEncodeError, a ValueError
+    return text
 
-def load_rows(dataset, split, fields, seed):
-    """[{question, solution, answer, kind}] of a split. What the source lacks is held out of its train rows by a shuffle
-    of `seed`: a fifth for test, a tenth for validation, 500 at most. No row is in two splits."""
-    source = {}
-    try:
-        source = read_parts(dataset)
-        parts = {name: [read_row(row, fields) for row in rows] for name, rows in source.items()}
-    except KeyError as error:
-        columns = dict.fromkeys(str(name) for rows in source.values() for row in rows for name in row)
-        fail(f"--dataset {dataset}: no column {error} in some row, the columns are {', '.join(columns)};"
-             " --prompt-field, --answer-field and --solution-field name them")
-    except Exception as error:
-        fail(f"--dataset {dataset}: cannot be read ({type(error).__name__}: {str(error).splitlines()[:1]})" + (
-             "; a local file needs no connection: --dataset FILE (.json, .jsonl, .csv, .parquet)" * (dataset in HUB)))
-    parses = lambda row, kind: row[2] != "" and m3.verify(m3.FINISH[kind][0].format(row[2]), row[2], kind)
+def read_row(raw, fields):
+    """{question, solution, answer, kind} of a row in any known layout; kind "": the golds tell. Errors:
+    KeyError for a missing column, ValueError, TypeError, AttributeError or SyntaxError for an odd cell."""
+    if "answerKey" in raw and not any(fields.values()):  # ARC, in two layouts; the letters shown are scored
+        stem = raw["question"] if isinstance(raw["question"], dict) else {"stem": raw["question"]} | raw
+        both = stem["choices"]
+        if not isinstance(both, dict):
+            both = {name: [option[name] for option in both] for name in ("label", "text")}
+        shown = {}
+        for label, text, letter in zip(both["label"], both["text"], "ABCDEFGHIJ", strict=False):
+            shown[cell_text(label)] = f"{letter}. {cell_text(text)}"
+        question = "\n".join([cell_text(stem["stem"]), *shown.values()])
+        right = shown.get(cell_text(raw["answerKey"]), "")
+        return {"question": question, "solution": right, "answer": right[:1], "kind": "arc"}
+    if "Body" in raw and not any(fields.values()):  # SVAMP; a body without a stop is nearly always "If ..."
+        body = cell_text(raw["Body"])
+        question = f"{body}{' ' if body.endswith(('.', '?', '!', ',')) else ', '}{cell_text(raw['Question'])}"
+        equation = f"{cell_text(raw['Equation'])} = {cell_text(raw['Answer'])}"
+        equation = re.sub(r"(\d)\.0\b", r"\1", equation)  # 51.0 -> 51
+        answer = equation.split(" = ")[-1]
+        return {"question": question, "solution": equation, "answer": answer, "kind": "svamp"}
+    prompt = fields.get("prompt") or next((x for x in ("question", "problem") if x in raw), "prompt")
+    answer = fields.get("answer") or next((x for x in ("answer", "reward_model") if x in raw), "answer")
+    gold, column = cell_text(raw[answer]), fields.get("solution") or "solution"
+    if gold.lower() in ("nan", "none", "null"):  # in a .csv
+        raise ValueError(f"no answer: {gold!r}")
+    worked = gold if "####" in gold else ""
+    if column in raw or fields.get("solution"):
+        worked = raw[column][0] if isinstance(raw[column], list) and raw[column] else raw[column]
+        worked = "" if worked is None or worked != worked else cell_text(worked)  # NaN: none either
+    worked = re.sub(r"<<[^<>\n]*>>", "", worked)  # GSM8K's calculator marks
+    answer, kind = gold.split("####")[-1].strip(), "math" if prompt == "problem" else ""
+    return {"question": cell_text(raw[prompt]), "solution": worked, "answer": answer, "kind": kind}
+
+@functools.lru_cache(100_000)
+def gold_parses(gold, kind):
+    """Does this answer verify against itself? A plain number does; a call of verify takes 0.2 ms."""
+    if kind != "arc" and re.fullmatch("-?[0-9]{1,15}", gold):
+        return True
+    return m3.verify(m3.FINISH[kind][0].format(gold), gold, kind) == 1
+
+def read_rows(dataset, fields):
+    """{part: rows}, all with a question and with an answer that parses; how many have not is printed."""
+    parts, odd = {}, []
+    advice = "; a local file needs no connection: --dataset FILE" if dataset in HUB else ""
+    with or_fail(f"--dataset {dataset}: cannot be read{advice}"):
+        for part, source in read_parts(dataset).items():
+            parts[part] = []
+            for raw in bar(source, f"{dataset}, {part}"):
+                try:
+                    parts[part].append(read_row(raw, fields))
+                except KeyError as error:
+                    columns = ", ".join(map(str, raw))
+                    fail(f"--dataset {dataset}: no column {error} in some row, the columns are {columns};"
+                         " --prompt-field, --answer-field and --solution-field name them")
+                except (ValueError, TypeError, AttributeError, SyntaxError) as error:
+                    odd.append(str(error)[:60])
     rows = [row for part in parts.values() for row in part]
-    guess = next((k for k in ("gsm8k", "arc") if sum(parses(row, k) for row in rows) > 0.9 * len(rows)), "math")
-    pool = parts.get("train", [])
+    golds = [row["answer"] for row in rows if not row["kind"]]
+    golds = random.Random(0).sample(golds, min(len(golds), 1000))
+    guess = next((kind for kind in ("gsm8k", "arc")
+                  if sum(gold_parses(gold, kind) for gold in golds) > 0.9 * len(golds)), "math")
+    for row in bar(rows, f"{dataset}, answers"):
+        row["kind"] = row["kind"] or guess
+        if not row["question"] or not row["answer"] or not gold_parses(row["answer"], row["kind"]):
+            odd.append(f"{row['question'][:30]} -> {row['answer'][:20]}")
+            row["kind"] = ""
+    if odd:
+        print(f"{dataset}: {len(odd)} rows left out, their question or answer does not parse:", odd[:4])
+    return {part: [row for row in rows if row["kind"]] for part, rows in parts.items()}
+
+def question_key(row):
+    """Equal for questions that differ in case and spacing alone."""
+    return " ".join(row["question"].casefold().split())
+
+def load_rows(dataset, fields, seed, wanted=("train", "validation", "test")):
+    """{split: [{question, solution, answer, kind}]}. What the source lacks is held out of its train rows by a
+    shuffle of `seed`: a fifth for test, a tenth for validation, 500 at most. Equal questions share a split;
+    rows that ask what a held-out part of the source asks are left out. No wanted split may be empty."""
+    parts = read_rows(dataset, fields)
+    home, asked = {}, {part: {} for part in parts}  # of a question: its part; {question: rows}
+    for part in ("test", "validation", "train"):
+        for row in parts.get(part, ()):
+            if home.setdefault(question_key(row), part) == part:
+                asked[part].setdefault(question_key(row), []).append(row)
+    total, kept = sum(map(len, parts.values())), sum(len(rows) for x in asked.values() for rows in x.values())
+    if total > len(home):
+        print(f"{dataset}: {total - len(home)} of {total} rows ask what another asks: they stay in its split;"
+              f" {total - kept} whose question a held-out part of the source asks are left out")
+    splits = {part: list(groups.values()) for part, groups in asked.items()}
+    pool = splits.get("train", [])
     order = random.Random(f"split {seed}").sample(range(len(pool)), len(pool))
     for name, share in ("test", 5), ("validation", 10):
-        if name not in parts:
+        if name not in splits:
             cut = min(len(pool) // share, 500)
-            parts[name], order = [pool[i] for i in sorted(order[:cut])], order[cut:]
-    parts["train"] = [pool[i] for i in sorted(order)]
-    rows = parts[split] or fail(f"--dataset {dataset}: 0 {split} rows, as there are {len(pool)} train rows in it")
-    good, bad = [], []
-    for row in rows:
-        problem = dict(question=row[0], solution=row[1], answer=row[2], kind=row[3] or guess)
-        (good if row[0] and parses(row, problem["kind"]) else bad).append(problem)
-    if bad:
-        print(f"{dataset}, {split}: {len(bad)} of {len(rows)} rows left out, their answer or question does not parse:",
-              [f"{row['question'][:30]} -> {row['answer'][:20]}" for row in bad[:4]])
-    return good or fail(f"--dataset {dataset}: 0 of {len(rows)} {split} rows have an answer that parses")
+            splits[name] = [pool[i] for i in sorted(order[:cut])]
+            order = order[cut:]
+    splits["train"] = [pool[i] for i in sorted(order)]
+    for name in wanted:
+        if not splits[name]:
+            fail(f"--dataset {dataset}: 0 {name} rows, as there are {len(pool)} usable train rows in it")
+    return {name: [row for rows in splits[name] for row in rows] for name in ("train", "validation", "test")}
 
-def encode_rows(rows, tokenizer, context, max_new_tokens, shots, hint):
-    """`rows` with prompt, prompt_ids and teacher_ids, without the few-shot examples; a row too long for the context is
-    dropped and named: a cut prompt is another problem."""
-    shown = [shot["question"] for shot in shots]
-    rows = m3.encode_rows(tokenizer, [row for row in rows if row["question"] not in shown], shots, hint)
-    kept, long, why = [], [], f"length filter (prompt + {max_new_tokens} new tokens within a context of {context})"
-    for row in rows:
-        (kept if max(len(row["prompt_ids"]), len(row["teacher_ids"])) + max_new_tokens <= context else long).append(row)
-    if long and kept:
-        print(f"{len(long)} of {len(rows)} rows dropped by the {why}:", [row["prompt"][:30] for row in long[:4]], "...")
-    return kept or fail(f"0 of {len(rows)} rows left after the {why}: lower --max-new-tokens or --few-shot")
+def encode_rows(rows, tokenizer, context, max_new_tokens, shots, hint, date=None):
+    """`rows` with prompt, prompt_ids and teacher_ids, without the few-shot examples; a row too long for the
+    context is dropped and named: a cut prompt is another problem. date: see m3.prompt_text."""
+    shown = {question_key(shot) for shot in shots}
+    rows = [row for row in rows if question_key(row) not in shown]
+    if not rows:
+        fail(f"--few-shot {len(shots)} takes all rows for examples and leaves none to train on: lower it")
+    kept, long = [], []
+    for i in bar(range(0, len(rows), 1000), "tokens, by the thousand"):
+        for row in m3.encode_rows(tokenizer, rows[i:i + 1000], shots, hint, date):
+            width = max(len(row["prompt_ids"]), len(row["teacher_ids"])) + max_new_tokens
+            (kept if width <= context else long).append(row)
+    why = f"length filter (prompt + {max_new_tokens} new tokens within a context of {context})"
+    if not kept:
+        fail(f"0 of {len(rows)} rows left after the {why}: lower --max-new-tokens or --few-shot")
+    if long:
+        shown = [row["prompt"][:30] for row in long[:4]]
+        print(f"{len(long)} of {len(rows)} rows dropped by the {why}:", shown, "...")
+    return kept
+
+# --- Tasks -------------------------------------------------------------------------------------------------
+
+class Task(NamedTuple):
+    """What a run trains on. Its rows' kind says how prompts read and replies are graded: m3.FINISH, verify.
+    A task with a corpus has a base model of its own, which --model NAME makes once."""
+    problems: Callable  # of the flags: {split: rows}, with "train" and flags.eval_split
+    corpus: Callable = None  # (rng, count, larger): [(prompt, reply), ...] for the base model
+    words: Sequence = ()  # its vocabulary: <pad>, <eos>, <unk> first
+
+def toy_problems(flags):
+    """The held-out problems are the same for every seed."""
+    rows = {"train": toy_rows(4096, flags.seed, hint_error=flags.hint_error),
+            flags.eval_split: toy_rows(flags.eval_limit, 0, heldout=True, hint_error=flags.hint_error)}
+    kind = "toy" if flags.model == "toy" else "gsm8k"  # a real model reads the prompt of a real problem
+    return {split: [row | {"kind": kind} for row in part] for split, part in rows.items()}
+
+def real_problems(flags):
+    """Progress is watched on validation rows; the test split is for --eval-split test, once, at the end."""
+    fields = {name: vars(flags)[f"{name}_field"] for name in FIELDS}
+    return load_rows(flags.dataset, fields, 0, ("train", flags.eval_split))
+
+TASKS = {"toy": Task(toy_problems, toy_corpus, TOY_WORDS), **dict.fromkeys(HUB, Task(real_problems))}
+FILES = Task(real_problems)  # every other --dataset
+OWN_MODEL = [name for name, task in TASKS.items() if task.corpus]
+
+# --- Real models -------------------------------------------------------------------------------------------
 
 def load_model(path, dtype, device, flag="--model"):
     """(model, tokenizer, eos_ids) of a local folder or a hub id. What looks like a path is no hub id."""
@@ -513,7 +758,7 @@ def try_rollouts(model, prompts, share):
         must_agree("gradients", ours, right, sum(g.float().square().sum() for g in right).sqrt())
 
 def try_out(model, teacher, tokenizer, flags):
-    """Ends in one line where a run would fail late: adapters, sampling, scoring, checkpointing, saving.
+    """Ends in one line where a run would fail late: adapters, sampling, scoring, kernel, checkpoints, saving.
     teacher: another model or None. Switches gradient checkpointing on, if asked for; moves no weight and no
     random state. Below a second for a small model, seconds for a large one."""
     models = {"model": model} | ({"teacher": teacher} if teacher else {})
@@ -535,6 +780,8 @@ def try_out(model, teacher, tokenizer, flags):
             with or_fail(f"--gradient-checkpointing does not work with {flags.model}: leave it out"):
                 use_checkpointing(model)
                 try_rollouts(model, [ids[:4], ids[4:]], share=False)
+        with or_fail(f"--model {flags.model} cannot be trained with these flags", ValueError):
+            ntk.try_kernel(model, flags.kernel)
     with tempfile.TemporaryDirectory() as folder:
         try:
             model.save_pretrained(folder, state_dict={})
@@ -543,7 +790,118 @@ def try_out(model, teacher, tokenizer, flags):
             why = " ".join(str(error).split())[:300]
             fail(f"--model {flags.model}: correct its generation_config.json, which cannot be saved ({why})")
 
-# --- Saving: nothing half-written ever stands under its final name ---------------------------------------------------
+# --- Saving: nothing stands half-written under its name; only what this program wrote is replaced -----------
+
+OURS = re.compile(r"checkpoint-\d+|last|(config|summary)\.json|(metrics|samples)\.jsonl|non-finite-.*\.pt"
+                  r"|report\.html|curves\.png|\..*\.\d+\.tmp")  # all that a run puts into its folder
+
+@contextlib.contextmanager
+def locked(folder):
+    """Nobody else runs in `folder` meanwhile. The kernel holds the lock: a killed process leaves none. It is
+    on the folder itself: no file is left. Where there are no such locks (Windows), none is taken."""
+    handle = None
+    if fcntl:
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"{folder} is in use by another process: wait until it ends, or give another --out")
+        except OSError:
+            pass  # a network drive without locks
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+def new_folder(name):
+    """`name`, or name-2, name-3, ...: mkdir makes a folder or fails, so two runs never get the same one."""
+    for number in itertools.count(1):
+        with contextlib.suppress(FileExistsError):
+            folder = pathlib.Path(name if number == 1 else f"{name}-{number}")
+            folder.mkdir(parents=True)
+            return folder
+
+@contextlib.contextmanager
+def claim(flags):
+    """Make flags.out this run's own folder and hold it. Rank 0 does so, and tells the others."""
+    if RANK > 0:
+        yield
+        return
+    name = flags.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{flags.method}"
+    made = not flags.out or not pathlib.Path(name).exists()
+    with or_fail(f"--out {name}: cannot write there, give another folder"):
+        out = pathlib.Path(name) if flags.out else new_folder(name)
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    flags.out = str(out)
+    try:
+        with locked(out):
+            if (out / "last").is_dir() and not (out / "last").is_symlink():
+                fail(f"{out}/last is a folder, not a link (was the run copied?): move it away")
+            if not flags.resume and (out / "metrics.jsonl").exists() and standing(out, flags) != "new":
+                fail(f"--out {out} already holds a run: give another folder, or --resume {out}")
+            yield
+    finally:
+        if made:  # and the run ended before it wrote anything: rmdir removes no folder that holds something
+            with contextlib.suppress(OSError):
+                out.rmdir()
+
+def standing(folder, flags):
+    """How far the run of these flags has come in its folder: "new", "broken" or "finished". Anything else
+    in the folder ends the program."""
+    names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    if "config.json" in names:
+        saved = parse_flags(as_argv(read_config(folder, vars(flags))))
+        for key in differing(saved, flags, NEUTRAL):
+            fail(f"{folder} holds a run with {dashed(key)} {vars(saved)[key]}, not {vars(flags)[key]}:"
+                 " give another --out")
+        if newest_checkpoint(folder):
+            with contextlib.suppress(OSError, ValueError):
+                ended = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+                if ended["steps"] == flags.steps or flags.stop_on_collapse and ended["collapsed_at"]:
+                    return "finished"
+            return "broken"
+    strange = sorted(name for name in names if not OURS.fullmatch(name) or name.startswith("checkpoint-"))
+    if strange:
+        fail(f"{folder} holds {strange[0]} and no complete checkpoint: move it away, or give another --out")
+    return "new"  # or never got to a checkpoint: started in place, the same flags write the same log again
+
+def complete(folder):
+    """Is this a whole checkpoint? write_folder leaves no other, a copy or a clean-up may."""
+    weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    return bool(weights) and (folder / "trainer.pt").is_file() and (folder / "config.json").is_file()
+
+def newest_checkpoint(out):
+    """The folder of the newest complete checkpoint, or None: the one `last` names (a link, or a text file
+    where there are no links), else the one of the highest number that the log has got to."""
+    last = out / "last"
+    with contextlib.suppress(OSError, ValueError):
+        name = os.readlink(last) if last.is_symlink() else last.read_text(encoding="utf-8").strip()
+        if re.fullmatch(r"checkpoint-\d+", name) and complete(out / name):
+            return out / name
+    with contextlib.suppress(OSError):
+        logged = (out / "metrics.jsonl").read_bytes().count(b"\n") - 1
+        names = [folder.name for folder in out.iterdir() if re.fullmatch(r"checkpoint-\d+", folder.name)]
+        for step in sorted((int(name[11:]) for name in names), reverse=True):  # as text, 1000 < 900
+            if step <= logged and complete(out / f"checkpoint-{step}"):
+                return out / f"checkpoint-{step}"
+    return None
+
+def steps_left(flags, log):
+    """The steps still to be trained. Of a run that has ended there are none, and that is said."""
+    last, over = (log[-1]["step"], log[-1]["collapsed"] and flags.stop_on_collapse) if log else (0, False)
+    if flags.steps < last:
+        fail(f"--steps {flags.steps}: the run in {flags.out} has {last} already")
+    if over or flags.steps == last:
+        print(f"the run in {flags.out} is finished, {last} steps; with a larger --steps it goes on")
+        return range(0)
+    return range(last + 1, flags.steps + 1)
+
+def swa_folders(out, saved):
+    """The last two checkpoints that this run wrote, at the steps `saved`: none abandoned by going back."""
+    folders = [out / f"checkpoint-{step}" for step in saved]
+    return [folder for folder in folders if complete(folder)][-2:]
 
 def write_folder(folder, fill):
     """Let `fill(temporary folder)` write, flush it to disk, then rename it to `folder` in one step."""
@@ -555,44 +913,82 @@ def write_folder(folder, fill):
         for file in filter(pathlib.Path.is_file, temporary.rglob("*")):
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():  # of a run that was taken back to an earlier step
+            if {file.name for file in folder.iterdir()} <= {file.name for file in temporary.iterdir()}:
+                shutil.rmtree(folder)
+            else:  # something else lies in it
+                folder.rename(new_folder(f"{folder}-before"))
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
-def save_checkpoint(out, step, run, tokenizer, s_bar, flags):
+def save_checkpoint(out, step, run, tokenizer, s_bar, saved):
     """checkpoint-N: a folder that from_pretrained loads, plus trainer.pt; then `last` is pointed at it."""
-    state = {"optimizer": run.optimizer.state_dict(), "step": step, "s_bar": s_bar, "adapter": m3.lora_state(run.model),
-             "masters": [master.data for master, p in zip(run.masters, run.params) if master is not p]}
-    if m3.METHODS[flags.method].move_teacher:  # everyone else's teacher is the initial policy
+    model = run.model
+    state = {"optimizer": run.optimizer.state_dict(), "step": step, "s_bar": s_bar, "saved": saved,
+             "masters": [master.data for master, p in zip(run.masters, run.params) if master is not p],
+             "adapter": m3.lora_state(model)}
+    if run.moving:  # everyone else's teacher is the initial policy
         state["teacher"] = run.frozen.state_dict()
 
     def fill(tmp):
-        run.model.save_pretrained(tmp, state_dict=m3.merged_state(run.model))  # plain weights, adapter and all
+        # The start model's own sampling settings can be unfit to be saved again; no run uses them.
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        ids = {name: getattr(model.generation_config, name, None) for name in names}
+        model.generation_config = transformers.GenerationConfig(**ids)
+        model.save_pretrained(tmp, state_dict=m3.merged_state(model))  # plain weights, adapter and all
         tokenizer.save_pretrained(tmp)
         torch.save(state, tmp / "trainer.pt")
-    folder = out / f"checkpoint-{step}"
+
+    folder, link = out / f"checkpoint-{step}", out / f".last.{os.getpid()}.tmp"
     # A full disk is an OSError, a RuntimeError or a SafetensorError, by who writes.
-    with or_fail(f"cannot save {folder}; make room, then --resume {out}: the checkpoint before it is whole", code=1):
+    with or_fail(f"cannot save {folder}; once that is mended, {how_to_go_on(out)}", code=1):
         write_folder(folder, fill)
-        link = out / f".last.{os.getpid()}.tmp"
         link.unlink(missing_ok=True)
-        link.symlink_to(folder.name)
-        link.replace(out / "last")  # rename over the old link: there is always a `last`
+        try:
+            link.symlink_to(folder.name)
+        except (OSError, NotImplementedError):  # exFAT, Windows, a cloud drive
+            link.write_text(folder.name + "\n", encoding="utf-8")
+        link.replace(out / "last")  # rename over the old one: there is always a `last`
+
+def how_to_go_on(out):
+    newest = newest_checkpoint(pathlib.Path(out))
+    return f"--resume {out} goes on from {newest.name}" if newest else (
+        "give the same command again: there is no checkpoint yet")
+
+def sweep(out):
+    """Remove what a killed process left half-written; the folder is locked, so nobody is writing now."""
+    for rest in out.iterdir():
+        if re.fullmatch(r"\.(checkpoint-\d+|last|\w+\.jsonl?)\.\d+\.tmp", rest.name):
+            if rest.is_dir() and not rest.is_symlink():
+                shutil.rmtree(rest)
+            else:
+                rest.unlink()
+
+def write_config(out, flags):
+    """config.json: what the run is. A resume writes it again, so that the next one needs no flags."""
+    replace_text(out / "config.json", json.dumps(config_of(flags), indent=1))
+
+def config_of(flags):
+    return {key: value for key, value in vars(flags).items() if key not in NOT_A_RUN}
+
+# A lone half of a surrogate pair has no UTF-8; backslashreplace writes it as JSON does, "\ud83d".
+UTF8 = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 def replace_text(path, text):
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     if RANK == 0:
-        temporary.write_text(text)
+        temporary.write_text(text, **UTF8)
         temporary.replace(path)
 
 def read_log(path):
     """Lines of metrics.jsonl or samples.jsonl; a last one that a kill has cut in two is left out."""
-    return [json.loads(line) for line in path.read_text(errors="replace").split("\n")[:-1]]
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
 
 def append_line(path, record):
     """One JSON object, one write: a kill cannot leave two halves of a line apart."""
-    with open(path if RANK == 0 else os.devnull, "a") as file:
+    with open(path if RANK == 0 else os.devnull, "a", **UTF8) as file:
         file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 # --- Several processes: prompts are split by rank, gradients summed; what is logged or decided is of the whole batch ---
@@ -636,27 +1032,33 @@ class World(NamedTuple):
 
 def load(flags, device):
     torch.set_num_threads(flags.threads or torch.get_num_threads()), transformers.utils.logging.disable_progress_bar()
-    toy, dtype, other = flags.model == "toy", getattr(torch, flags.dtype), None
-    if flags.dataset == "toy":  # the held-out problems are the same for every seed
-        parts = [[row | {"kind": "toy" if toy else "gsm8k"} for row in rows]
-                 for rows in (toy_rows(4096, flags.seed), toy_rows(flags.eval_limit, 0, heldout=True))]
-    else:  # progress is watched on validation rows; the test split is for --eval-split test, once, at the end
-        fields = {name: vars(flags)[f"{name}_field"] for name in FIELDS}
-        parts = [load_rows(flags.dataset, split, fields, 0) for split in ("train", flags.eval_split)]
+    own, dtype, other = flags.model in OWN_MODEL, getattr(torch, flags.dtype), None
+    rows = TASKS.get(flags.dataset, FILES).problems(flags)
+    parts = [rows["train"], rows[flags.eval_split]]
     for turn in (False, True):  # rank 0 first: models that it makes or downloads, the others find
         if turn == (RANK > 0):
-            base, tokenizer, eos_ids = load_model(toy_model() if toy else flags.model, dtype, device)
+            base, tokenizer, eos_ids = load_model(toy_model(task=flags.model) if own else flags.model, dtype, device)
             if flags.teacher != "privileged":  # another model, which reads the student's own prompt
-                path = toy_model(flags.teacher) if flags.teacher in TOY_TEACHERS else flags.teacher
-                other, its_tokenizer, _ = load_model(path, dtype, device, "--teacher")
+                path = toy_model(flags.teacher, flags.model) if flags.teacher in TOY_TEACHERS else flags.teacher
+                other, its_tokenizer, its_ends = load_model(path, dtype, device, "--teacher")
                 with or_fail(f"--teacher {flags.teacher} does not fit"):
                     m3.check_teacher(tokenizer, its_tokenizer, (flags.model, flags.teacher),
                                      [x.get_output_embeddings().weight.shape[0] for x in (base, other)])
+                if not its_ends <= eos_ids:  # where the student stops, such a teacher wants another word
+                    fail(f"--teacher {flags.teacher} ends with {sorted(its_ends)}, {flags.model} with"
+                         f" {sorted(eos_ids)}: the same end tokens are needed; set eos_token_id in its"
+                         " generation_config.json if it knows them")
         gather(turn)
-    context = min(getattr(m.config.get_text_config(), "max_position_embeddings", None) or 10**9 for m in (base, other or base))
+    models = [base, other] if other else [base]
+    context = min(context_length(model.config) for model in models)
+    for model in models:
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10**9
+        if context_length(model.config) < longest:
+            print(f"the RoPE of {model.config.name_or_path} depends on the length beyond {context} tokens:"
+                  f" the length filter counts {context}, not {longest}")
     shots = parts[0][:flags.few_shot]
     problems, held_out = (encode_rows(rows, tokenizer, context, flags.max_new_tokens, shots,
-                                      "none" if other else flags.hint) for rows in parts)
+                                      "none" if other else flags.hint, flags.date) for rows in parts)
     top = max(tokenizer.pad_token_id, *(max(r["prompt_ids"] + r["teacher_ids"]) for r in problems + held_out))
     if top >= (known := base.get_input_embeddings().num_embeddings):
         fail(f"--model {flags.model}: its tokenizer gives id {top}, it has {known} embeddings: not of one model")
@@ -671,6 +1073,7 @@ class Run(NamedTuple):
     params: list  # of the student, trainable
     masters: list  # float32 copies: bf16 weights would swallow small steps; the very params where these are float32
     optimizer: torch.optim.Optimizer
+    moving: Callable | None  # how the teacher follows the student, see m3.Method
 
 class Rollouts(NamedTuple):
     """This process's share of a step: problems of its P/processes prompts, and the B responses to them."""
@@ -680,10 +1083,10 @@ class Rollouts(NamedTuple):
     texts: list  # [B]
 
 class Progress(NamedTuple):
-    """Where a run stands: the next step, what was logged before it, s_bar."""
-    first: int
-    log: list
+    """Where a run stands."""
+    log: list  # lines of metrics.jsonl so far
     s_bar: float | None
+    saved: list  # steps of the checkpoints that this run wrote
 
 def set_up(flags, world, device):
     """Student, teacher and optimizer as they are before the first step."""
@@ -694,66 +1097,55 @@ def set_up(flags, world, device):
         model = copy.deepcopy(world.base).requires_grad_(True)
     teacher = world.other.requires_grad_(False) if world.other else world.base
     # Dropout would make scoring differ from sampling, so eval mode it is, for good. The one exception is gradient
-    # checkpointing, which transformers only does in training mode: there dropout is set to 0 instead.
+    # checkpointing, which transformers only does in training mode: try_out sets dropout to 0 instead.
     model.eval()
     teacher.eval()
-    if flags.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for module in model.modules():
-            module.__dict__.update({k: 0.0 for k in ("p", "attention_dropout") if k in module.__dict__})
+    try_out(model, world.other, world.tokenizer, flags)
     with or_fail(f"--model {flags.model} cannot be trained with these flags", ValueError):
         student_parts, teacher_parts = m3.split_head(model), m3.split_head(teacher)
-        if flags.kernel == "local":  # refuses an architecture it does not know now, not after the first rollouts
-            nothing = torch.zeros(1, 2, model.get_output_embeddings().weight.shape[0], device=device)
-            ids, mask = torch.zeros(1, 4, dtype=torch.long, device=device), torch.ones(1, 4, device=device)
-            ntk.kdr(model, ids, mask, nothing, nothing)
     params = [p for p in model.parameters() if p.requires_grad]
     masters = [p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float()) for p in params]
     optimizer = torch.optim.AdamW(masters, lr=flags.lr, weight_decay=flags.weight_decay)
-    return Run(model, teacher, student_parts, teacher_parts, params, masters, optimizer)
+    return Run(model, teacher, student_parts, teacher_parts, params, masters, optimizer,
+               m3.METHODS[flags.method].move_teacher)
 
 def resume(run, out, flags):
     """Put back what the newest checkpoint holds. What else there is stands in the log; its later lines are dropped."""
-    unread = (f"--resume: cannot read {out}/last with these flags; to take an earlier checkpoint:"
-              f" ln -sfn checkpoint-N {out}/last")
-    if not (out / "last").exists():
-        fail(f"--resume: {out} has no checkpoint yet: delete it and start again with --out")
-    with or_fail(unread):
-        saved = torch.load(out / "last" / "trainer.pt", map_location="cpu", weights_only=True)
+    newest = newest_checkpoint(out)
+    print(f"goes on from {newest}")
+    with or_fail(f"--resume: cannot read a checkpoint of {out} with these flags; to take an earlier one:"
+                 f" ln -sfn checkpoint-N {out}/last"):
+        saved = torch.load(newest / "trainer.pt", map_location="cpu", weights_only=True)
         if flags.lora_rank:
             run.model.load_state_dict(saved["adapter"], strict=False)
         else:
-            run.model.load_state_dict(type(run.model).from_pretrained(out / "last", dtype=run.model.dtype).state_dict())
+            run.model.load_state_dict(type(run.model).from_pretrained(newest, dtype=run.model.dtype).state_dict())
         run.optimizer.load_state_dict(saved["optimizer"])
         run.optimizer.param_groups[0] |= {"lr": flags.lr, "weight_decay": flags.weight_decay}  # flags given again win
         copies = [master for master, p in zip(run.masters, run.params) if master is not p]
         for master, value in zip(copies, saved["masters"]):
             master.data.copy_(value)
         run.frozen.load_state_dict(saved.get("teacher", run.frozen.state_dict()))
-        first = saved["step"] + 1
-        log, samples = ([line for line in read_log(out / f"{name}.jsonl") if line["step"] < first]
+        log, samples = ([line for line in read_log(out / f"{name}.jsonl") if line["step"] <= saved["step"]]
                         for name in ("metrics", "samples"))
-        assert [line["step"] for line in log] == list(range(first)), "metrics.jsonl lacks steps"
+        assert [line["step"] for line in log] == list(range(saved["step"] + 1)), "metrics.jsonl lacks steps"
+    steps_left(flags, log)  # says what is wrong before anything is written
     if RANK == 0:
-        for rest in out.glob(".*.tmp"):  # of a process that was killed while it wrote
-            if rest.is_symlink() or rest.is_file():
-                rest.unlink()
-            else:
-                shutil.rmtree(rest)
+        sweep(out)
+    write_config(out, flags)
     for name, lines in ("metrics", log), ("samples", samples):
         replace_text(out / f"{name}.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    return Progress(first, log, saved["s_bar"])
+    return Progress(log, saved["s_bar"], saved["saved"])
 
 def start(run, world, out, flags):
     """A fresh run: its settings, and the evaluation before training as line 0 of the log."""
-    config = {name: value for name, value in vars(flags).items() if name not in NOT_SAVED}
-    replace_text(out / "config.json", json.dumps(config, indent=1))
+    write_config(out, flags)
     for name in "metrics", "samples":
         replace_text(out / f"{name}.jsonl", "")
     accuracy, _ = evaluate(run.model, world.tokenizer, world.held_out, flags, world.eos_ids)
     line = dict.fromkeys(METRICS) | {"step": 0, "accuracy": accuracy, "seconds": 0.0}
     append_line(out / "metrics.jsonl", line)
-    return Progress(1, [line], None)
+    return Progress([line], None, [])
 
 def roll_out(run, world, flags, problems, generator):
     """G responses to each of this process's problems. Every response has random numbers of its own, fixed by the step."""
@@ -775,7 +1167,7 @@ def to_batch(rollouts, rewards, world, flags):
     hints = [problem["teacher_ids"] for problem in asked]
     if flags.method == "sdpo":  # its teacher reads a successful other response; a row without one is masked
         siblings = m3.sdpo_siblings(rewards.tolist(), group)
-        texts = [m3.prompt_text(world.tokenizer, problem, world.shots, rollouts.texts[sibling or 0])
+        texts = [m3.prompt_text(world.tokenizer, problem, world.shots, rollouts.texts[sibling or 0], flags.date)
                  for problem, sibling in zip(asked, siblings)]
         hints = m3.encode(world.tokenizer, texts)
         weights[[sibling is None for sibling in siblings]] = 0.0
@@ -831,24 +1223,20 @@ def train(flags):
             sys.stdout = sys.stdout if RANK == 0 else open(os.devnull, "w")
         here = f":{os.environ['LOCAL_RANK']}" if WORLD > 1 and flags.device == "cuda" else ""
         device = torch.empty(0, device=flags.device + here).device
-    out = pathlib.Path(gather(flags.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{flags.method}")[0])
-    if not flags.resume and (out / "metrics.jsonl").exists():
-        fail(f"--out {out} already holds a run: give another folder, or --resume {out}")
-    with or_fail(f"--out {out}: cannot write there, give another folder"):
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
-
+    out = pathlib.Path(gather(flags.out)[0])
     world = load(flags, device)
     run = set_up(flags, world, device)
     introduce(run, out, flags, device)
-    interrupted = catch_signals()
-    first, log, s_bar = resume(run, out, flags) if flags.resume else start(run, world, out, flags)
+    interrupted = []  # from here on a signal ends the run after the step in hand, saved
+    on_stop(lambda number, frame: interrupted.append(number))
+    log, s_bar, saved = resume(run, out, flags) if flags.resume else start(run, world, out, flags)
     settings = m3.Settings(**{name: vars(flags)[name] for name in m3.Settings._fields if name in vars(flags)})
     settings = settings._replace(eta_in=flags.eta_in * flags.lr)
     memory = dict(micro_batch=flags.micro_batch, chunk=flags.vocab_chunk, checkpointing=flags.gradient_checkpointing)
     broken = 0
-    bar = tqdm(initial=first - 1, total=flags.steps, ncols=78, disable=None, leave=True)  # None: no bar in a log file
-    for step in range(first, flags.steps + 1):
+    left = steps_left(flags, log)
+    bar = tqdm(initial=len(log) - 1, total=flags.steps, ncols=78, disable=None)  # None: no bar in a log file
+    for step in left:
         tick = time.time()
 
         # --- 1. sample: G responses to each of P problems ------------------------------------------------------------
@@ -880,12 +1268,11 @@ def train(flags):
         # --- 4. step -------------------------------------------------------------------------------------------------
         grad_norm = take_step(run, result.update, flags.clip)
         broken = 0 if math.isfinite(grad_norm) else broken + 1
-        move_teacher = m3.METHODS[flags.method].move_teacher
         if broken:
             keep_broken(out, step, grad_norm, rollouts, rewards)
-        elif move_teacher:
+        elif run.moving:
             with torch.no_grad():
-                move_teacher(list(run.frozen.parameters()), run.params, step)
+                run.moving(list(run.frozen.parameters()), run.params, step)
 
         # --- 5. log --------------------------------------------------------------------------------------------------
         line, seen = log_line(step, flags, rollouts, rewards, batch, result, world.eos_ids)
@@ -904,20 +1291,24 @@ def train(flags):
         line["tokens_per_second"] = seen["length"].sum().item() / (time.time() - tick)
         log.append(line)
         append_line(out / "metrics.jsonl", line)
-        show_progress(bar, log, first, flags.steps)
+        show_progress(bar, log, left)
         if broken == 3:
             fail("three non-finite steps in a row: lower --lr, or start from the last checkpoint", code=1)
 
         # --- 6. save -------------------------------------------------------------------------------------------------
         stop = max(gather(interrupted[0] if interrupted else 0))  # a signal to one is a signal to all
         if due(flags.save_every, step) or done or stop:
-            gather(RANK or save_checkpoint(out, step, run, world.tokenizer, s_bar, flags))  # nobody leaves before it is written
+            saved.append(step)
+            if RANK == 0:
+                save_checkpoint(out, step, run, world.tokenizer, s_bar, saved)
+            gather(None)  # nobody leaves before it is written
         if stop:
             bar.close()
             fail(f"stopped by signal {stop} after step {step}; saved. Go on with --resume {out}", 128 + stop)
         if done:
             break
-    summary = summarize(out, flags, log, len(world.held_out), finish(run, world, out, flags, log))
+    bar.close()
+    summary = summarize(out, flags, log, len(world.held_out), finish(run, world, out, flags, log, saved))
     if RANK == 0:
         plot([out], out / "curves.png")
         report(out)
@@ -936,13 +1327,6 @@ def introduce(run, out, flags, device):
     print(f"{flags.method}, seed {flags.seed}, in {out}\n{device}, {torch.get_num_threads()} threads, {WORLD}"
           f" process{'es' * (WORLD > 1)}, torch {torch.__version__}, transformers {transformers.__version__}\n"
           f"{size:,} trainable parameters; weights, moments and gradients take about {held / 2**30:.2g} GB")
-
-def catch_signals():
-    """From here on a signal ends the run after the step in hand, saved. -> list that the signal's number is put into."""
-    interrupted = []
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, lambda number, frame: interrupted.append(number))
-    return interrupted
 
 def keep_broken(out, step, grad_norm, rollouts, rewards):
     batch = dict(step=step, tokens=rollouts.tokens, mask=rollouts.mask, rewards=rewards)
@@ -968,10 +1352,10 @@ def keep_samples(out, step, problems, rollouts, batch, seen, tokenizer, rewards)
             line |= {"advantages": batch.advantages[its].tolist(), "tokens": looked}
         append_line(out / "samples.jsonl", line)
 
-def show_progress(bar, log, first, steps):
-    """A bar on a terminal; in a log file a plain line now and then."""
-    line = log[-1]
-    if line["step"] == first and line["truncated"] == line["zero_advantage"] == 1:
+def show_progress(bar, log, left):
+    """A bar on a terminal; in a log file a plain line now and then. left: the steps of this start of the run."""
+    line, steps = log[-1], left[-1]
+    if line["step"] == left[0] and line["truncated"] == line["zero_advantage"] == 1:
         tqdm.write("every reply is cut at --max-new-tokens and none is paid more than another: raise it")
     accuracy = next(x["accuracy"] for x in reversed(log) if x["accuracy"] is not None)
     bar.set_postfix_str(f"reward {line['reward']:.2f} accuracy {accuracy:.2f}", refresh=False)
@@ -980,7 +1364,7 @@ def show_progress(bar, log, first, steps):
         print(f"step {line['step']} of {steps}: reward {line['reward']:.3f}, accuracy {accuracy:.3f},"
               f" {line['seconds']:.0f} s", flush=True)
 
-def finish(run, world, out, flags, log):
+def finish(run, world, out, flags, log, saved):
     """What is measured once, after the last step: how a distillation stalled [VLS], and the mean of two checkpoints."""
     extra, kind, prompts = {}, type(world.base), [row["prompt_ids"] for row in world.held_out]
 
@@ -988,17 +1372,17 @@ def finish(run, world, out, flags, log):
         return kind.from_pretrained(folder, dtype=world.base.dtype).to(world.base.device).eval()
 
     if flags.method == "opd":
-        losses, norms = zip(*((line["loss_D"], line["grad_norm"]) for line in log[1:]))
+        losses, norms = ([line[key] for line in log[1:]] for key in ("loss_D", "grad_norm"))
+        extra["signal_drop"] = ntk.signal_drop(losses, norms, 30) if len(losses) > 30 else None
         with m3.lora_off(world.base):  # base: as it was before the first step
             extra["accuracy_teacher"], _ = evaluate(run.frozen, world.tokenizer, world.held_out, flags, world.eos_ids,
                                                     "teacher_ids")
-            extra |= ntk.stall(world.base, load_checkpoint(out / "last"), prompts, losses)
+            extra |= ntk.stall(world.base, load_checkpoint(newest_checkpoint(out)), prompts, losses)
             if world.other and type(world.other) is kind and world.other.config.hidden_size == world.base.config.hidden_size:
                 moved = ntk.stall(world.base, world.other, prompts, losses)  # how far RL moved the self-RL teacher
                 extra |= {"d_par_teacher": moved["d_par"], "cka_min_teacher": moved["cka_min"]}
     if flags.swa:  # of merged weights: with LoRA, the mean of A times the mean of B would be another model
-        folders = sorted(out.glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]))[-2:]
-        both = [load_checkpoint(folder) for folder in folders]
+        both = [load_checkpoint(folder) for folder in swa_folders(out, saved)]
         for same in zip(*(model.parameters() for model in both)):
             same[0].data = torch.stack(same).detach().mean(0)
         extra["accuracy_swa"], _ = evaluate(both[0], world.tokenizer, world.held_out, flags, world.eos_ids)
@@ -1054,104 +1438,220 @@ def report(out):
     page.append(f"<details><summary>Settings</summary><table>{rows}</table></details>")
     replace_text(out / "report.html", "\n".join(page))
 
+def smooth(log, key, window, middle):
+    """{step: mean (or median, if `middle`) of the last `window` known values}."""
+    recent, curve = [], {}
+    for line in log:
+        if line.get(key) is not None:
+            recent = [*recent, line[key]][-window:]
+            curve[line["step"]] = sorted(recent)[len(recent) // 2] if middle else mean(recent)
+    return curve
+
+PANELS = [("reward", "sampled reward, mean of 10 steps", 10), ("accuracy", "greedy accuracy", 1),
+          ("kappa", "kappa = |g_R| / |g_D|, mean of 10", 10), ("conflict", "conflict share, mean of 10", 10)]
+TEACHER_PANELS = [("loss_D", "distillation loss, median of 9 steps", 9), ("accuracy", "greedy accuracy", 1),
+                  ("mu", "mu = |g|^2 / 2L, median of 9 steps", 9)]  # those of [VLS]
+
 def plot(folders, file):
-    """Panels from the logs alone: a line per method, or per teacher where these differ; mean and range over its seeds."""
+    """Panels from logs alone: a line per method or, if they differ, teacher, mean and range over seeds."""
     with or_fail("--plot and --compare draw with matplotlib: pip install matplotlib"):
         from matplotlib.figure import Figure
     logs = {}
     for folder in map(pathlib.Path, folders):
         with or_fail(f"--plot: cannot read the config.json and metrics.jsonl of {folder}"):
-            config = json.loads((folder / "config.json").read_text())
-            logs.setdefault((config["teacher"], config["method"]), []).append(read_log(folder / "metrics.jsonl"))
-    teachers = len({teacher for teacher, _ in logs}) > 1  # then the panels of [VLS]
-    panels = [("loss_D", "distillation loss, median of 9 steps", 9), ("accuracy", "greedy accuracy", 1),
-              ("mu", "mu = |g|^2 / 2L, median of 9 steps", 9)] if teachers else [
-              ("reward", "sampled reward, mean of 10 steps", 10), ("accuracy", "greedy accuracy", 1),
-              ("kappa", "kappa = |g_R| / |g_D|, mean of 10", 10), ("conflict", "conflict share C_NTK, mean of 10", 10)]
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            runs = logs.setdefault((config["teacher"], config["method"]), [])
+            runs.append(read_log(folder / "metrics.jsonl"))
+    teachers = len({teacher for teacher, _ in logs}) > 1
     figure = Figure(figsize=(17, 3.8), layout="tight")
     axes = figure.subplots(1, 4)
-
-    def smooth(log, key, window):
-        known = [(line["step"], line[key]) for line in log if line[key] is not None]
-        recent = [sorted(value for _, value in known[max(0, i - window + 1):i + 1]) for i in range(len(known))]
-        return {step: x[len(x) // 2] if teachers else sum(x) / len(x) for (step, _), x in zip(known, recent)}
-
     for number, ((teacher, method), runs) in enumerate(logs.items()):
-        look = dict(color=f"C{number % 10}", linestyle="-" if number < 10 else "--", linewidth=1.4)
-        for axis, (key, title, window) in zip(axes, panels):
-            curves = [smooth(log, key, window) for log in runs]
-            x = sorted(set().union(*curves)) or [0]
-            y = [[curve[step] for curve in curves if step in curve] or [math.nan] for step in x]
-            axis.plot(x, [mean(values) for values in y], label=teacher if teachers else method, **look)
-            axis.fill_between(x, [min(v) for v in y], [max(v) for v in y], color=look["color"], alpha=0.12, linewidth=0)
-            axis.set(title=title, xlabel="step", **({"yscale": "log"} if key in ("kappa", "loss_D", "mu") else {"ylim": (0, 1)}))
-        for loss, mu in ((smooth(log, "loss_D", 9), smooth(log, "mu", 9)) for log in (runs if teachers else ())):  # one per seed
+        look = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "linewidth": 1.4}
+        for axis, (key, title, window) in zip(axes, TEACHER_PANELS if teachers else PANELS, strict=False):
+            curves = [smooth(log, key, window, teachers) for log in runs]
+            steps = sorted(set().union(*curves)) or [0]
+            values = [[curve[step] for curve in curves if step in curve] or [math.nan] for step in steps]
+            axis.plot(steps, [mean(some) for some in values], label=teacher if teachers else method, **look)
+            axis.fill_between(steps, [min(some) for some in values], [max(some) for some in values],
+                              color=look["color"], alpha=0.12, linewidth=0)
+            scale = {"yscale": "log"} if key in ("kappa", "loss_D", "mu") else {"ylim": (0, 1)}
+            axis.set(title=title, xlabel="step", **scale)
+        for log in runs if teachers else ():  # one curve per seed
+            loss, mu = (smooth(log, key, 9, True) for key in ("loss_D", "mu"))
             axes[3].plot([loss[step] / (loss[min(loss)] or 1) for step in mu], list(mu.values()), **look)
             axes[3].set(title="mu against the loss that remains", xlabel="L / L_1", yscale="log")
-    axes[1].legend(fontsize=8, loc="best", ncol=1 + len(logs) // 5), [axis.grid(alpha=0.25) for axis in axes]
+    axes[1].legend(fontsize=8, loc="best", ncol=1 + len(logs) // 5)
+    for axis in axes:
+        axis.grid(alpha=0.25)
     if not teachers:
-        rule = axes[2].axhline(5000, color="gray", linestyle=":", linewidth=1, label="5000: the rule says M3-Select")
+        rule = axes[2].axhline(5000, color="gray", linestyle=":", label="5000: the rule says M3-Select")
         axes[2].legend(handles=[rule], fontsize=7, loc="upper left")
     figure.savefig(file, dpi=110)
     print(f"wrote {file}")
 
+def one_of(flags, name, seed, out):
+    """The flags of one run of a comparison, checked as if they had been typed."""
+    what = {"method": name} if name in m3.METHODS else {"method": "opd", "teacher": name}
+    run = config_of(flags) | what | {"seed": seed, "threads": 1, "out": str(out / f"{name}-{seed}")}
+    return parse_flags(as_argv(run))
+
+def start_run(run):
+    """A process for one run of a comparison, in a session of its own: Ctrl-C reaches it by way of us."""
+    config = config_of(run)
+    if standing(pathlib.Path(run.out), run) == "broken":
+        config = {key: value for key, value in config.items() if key != "date"} | {"resume": run.out}  # its own day
+    argv = as_argv(config)
+    with open(f"{run.out}.log", "a", encoding="utf-8") as log:
+        own = {"start_new_session": True, "env": os.environ | {"M3_PARENT": str(os.getpid())}}
+        return subprocess.Popen([sys.executable, __file__, *argv], stdout=log, stderr=log, **own)
+
+def run_all(todo):
+    """One process per core until all are done. A signal ends them, saved, and then this process."""
+    waiting, running, failed, signals, begun = list(todo), {}, [], [], time.time()
+
+    def pass_on(number, frame):
+        signals.append(number)
+        for child in running:
+            child.terminate()
+    on_stop(pass_on)
+    while running or (waiting and not signals):
+        while waiting and not signals and len(running) < os.cpu_count():
+            run = waiting.pop(0)
+            child = start_run(run)
+            running[child] = run
+            if signals:  # it came while the child was started
+                child.terminate()
+        time.sleep(0.1)
+        for child in [child for child in running if child.poll() is not None]:
+            run, code = running.pop(child), child.returncode
+            done = len(todo) - len(waiting) - len(running)
+            left = (time.time() - begun) / done * (len(todo) - done) / 60
+            what = f"ended with {code}" if code else "is done"
+            print(f"{run.out} {what}: {done} of {len(todo)} runs, {left:.0f} minutes left", flush=True)
+            if code:
+                said = pathlib.Path(f"{run.out}.log").read_text(encoding="utf-8", errors="replace").strip()
+                failed.append((f"{run.out}.log: {said.splitlines()[-1] if said else code}", max(code, 1)))
+            if code == 2:  # a user's mistake, and the others would make it as well
+                waiting.clear()
+    if signals:
+        fail(f"stopped by signal {signals[0]}, all is saved: the same command goes on", 128 + signals[0])
+    if failed:
+        fail(*failed[0])
+
 def compare(flags):
-    """METHODS or TEACHERS x seeds, each in its own single-threaded process; finished runs are kept, broken ones resumed."""
-    out, names = pathlib.Path(flags.out or f"runs/{flags.preset or 'compare'}"), flags.compare
-    out.mkdir(parents=True, exist_ok=True)
-    if flags.model == "toy":  # made before the children start, so that it is made once
-        [toy_model(kind) for kind in {"base", flags.teacher, *names} & {"base", *TOY_TEACHERS}]
-    passed = [x for k, v in vars(flags).items() if k not in [*NOT_SAVED, "out"] and v != flags.defaults[k]
-              for x in ([f"--{k.replace('_', '-')}"] + ([] if v is True else [str(v)]))]
+    """METHODS or TEACHERS x seeds, one table. Finished runs of these flags are kept, broken ones resumed."""
+    out, names = pathlib.Path(flags.out or f"runs/{flags.preset or 'compare'}"), list(flags.compare)
+    with or_fail(f"--out {out}: cannot write there, give another folder"):
+        out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        runs, finished, known = {}, set(), m3.METHODS if names[0] in m3.METHODS else ["privileged", *TOY_TEACHERS]
+        for name in known:
+            if name not in names and not (out / f"{name}-0" / "config.json").exists():
+                continue
+            some = {(name, seed): one_of(flags, name, seed, out) for seed in range(flags.seeds)}
+            ended = {key for key, run in some.items() if standing(pathlib.Path(run.out), run) == "finished"}
+            if name in names or len(ended) == flags.seeds:  # an earlier comparison's rows stay in the table
+                runs |= some
+                finished |= ended
+        if flags.model in OWN_MODEL:  # made before the children start, so that it is made once
+            for kind in sorted({"base", flags.teacher, *names} & {"base", *TOY_TEACHERS}):
+                toy_model(kind, flags.model)
+        by_seed = sorted(runs, key=lambda key: key[1])
+        todo = [runs[key] for key in by_seed if key not in finished]
+        print(f"{len(runs)} runs in {out}, {len(todo)} to train, {os.cpu_count()} at a time", flush=True)
+        run_all(todo)
+        text = tabulate(runs)
+        replace_text(out / "table.md", text)
+        spread = f"mean ± standard deviation over {flags.seeds} seeds, " if flags.seeds > 1 else ""
+        print(f"{text}{spread}saved in {out}/table.md")
+        plot([run.out for run in runs.values()], out / "curves.png")
 
-    def one_run(key):
-        (name, seed), folder, started = key, out / f"{key[0]}-{key[1]}", time.time()
-        if (folder / "summary.json").exists():
-            return folder
-        if folder.exists() and not (folder / "last").exists():
-            shutil.rmtree(folder)  # it never reached a checkpoint
-        what = ["--method", name] if name in m3.METHODS else ["--method", "opd", "--teacher", name]
-        argv = [sys.executable, __file__, *passed, *what, "--seed", str(seed), "--threads", "1",
-                "--resume" if folder.exists() else "--out", str(folder)]
-        with open(f"{folder}.log", "a") as log:
-            if code := subprocess.run(argv, stdout=log, stderr=log).returncode:
-                fail(f"{name}, seed {seed} ended with {code}, see {folder}.log", code=1)
-        print(f"{name}, seed {seed}: {time.time() - started:.0f} s", flush=True)
-        return folder
-
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        keys = [(name, seed) for seed in range(flags.seeds) for name in names]
-        folders = dict(zip(keys, pool.map(one_run, keys)))
-    columns = ["accuracy_start", "accuracy_end", *("reward_first20 reward_last20 kappa_mean conflict_mean" if names[0] in m3.METHODS
-               else "accuracy_teacher gap_recovery loss_reduction_max loss_reduction_final gamma d_par cka_min").split()]
-    table = [["method" if names[0] in m3.METHODS else "teacher", *columns, "collapsed", "at step"], ["---"] * (len(columns) + 3)]
+def tabulate(runs):
+    """Markdown, a row per method or teacher, mean ± deviation over seeds. runs: {(name, seed): flags}."""
+    names = list(dict.fromkeys(name for name, _ in runs))
+    methods = names[0] in m3.METHODS
+    columns = ["accuracy_start", "accuracy_end", *(
+        "reward_first20 reward_last20 kappa_mean conflict_mean" if methods else
+        "accuracy_teacher gap_recovery loss_reduction_max loss_reduction_final gamma d_par cka_min").split()]
+    head = ["method" if methods else "teacher", *columns, "collapsed", "at step"]
+    table = [head, ["---"] * len(head)]
     for name in names:
-        runs = [json.loads((folders[name, seed] / "summary.json").read_text()) for seed in range(flags.seeds)]
-        values = [[run[key] for run in runs if run.get(key) is not None] for key in columns]
-        cells = [f"{mean(v):.3g} ± {torch.tensor(v).std().item() if len(v) > 1 else 0:.2g}" if v else "-" for v in values]
-        at = [str(run["collapsed_at"]) for run in runs if run["collapsed_at"] is not None]
-        table.append([name, *cells, f"{len(at)} of {len(runs)}", ", ".join(at) or "-"])
-    text = "".join("| " + " | ".join(row) + " |\n" for row in table)
-    replace_text(out / "table.md", text)
-    print(f"{text}mean ± standard deviation over {flags.seeds} seeds, saved in {out}/table.md")
-    plot(folders.values(), out / "curves.png")
+        row, ended = [name], []
+        for key, run in runs.items():
+            if key[0] == name:
+                ended.append(json.loads((pathlib.Path(run.out) / "summary.json").read_text(encoding="utf-8")))
+        for column in columns:
+            known = [run[column] for run in ended if run.get(column) is not None]
+            spread = f" ± {torch.tensor(known).std().item():.2g}" if len(known) > 1 else ""
+            row.append(f"{mean(known):.3g}{spread}" if known else "-")
+        at = [str(run["collapsed_at"]) for run in ended if run["collapsed_at"] is not None]
+        table.append([*row, f"{len(at)} of {len(ended)}", ", ".join(at) or "-"])
+    return "".join("| " + " | ".join(row) + " |\n" for row in table)
+
+class Printer:
+    """A stream on which printing ends no run: "?" for what it cannot encode, nothing to a closed terminal."""
+    def __init__(self, stream):
+        self.stream = stream
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+    def write(self, text):
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+
+    def flush(self):
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+def on_stop(handler):
+    """handler(number, frame) for Ctrl-C, kill and a closed terminal; but what nohup ignores stays ignored."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number and (name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN):
+            signal.signal(number, handler)
+
+def end_with_parent():
+    """If the comparison that started this run is killed outright, the run saves and ends too."""
+    parent = int(os.environ.pop("M3_PARENT", 0))
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+    if parent:
+        threading.Thread(target=watch, daemon=True).start()
+
+def one_run(flags):
+    with claim(flags):
+        summary = train(flags)
+    if flags.probe and summary["kappa_mean"] is None:
+        fail("--probe: no step had a reward signal, so there is no kappa: raise --prompts-per-step or --group-size", code=1)
+    if flags.probe:
+        print(ntk.probe_verdict(summary["kappa_mean"], summary["conflict_mean"])[1])
+    if WORLD > 1:
+        torch.distributed.destroy_process_group()
 
 def main(argv=None):
-    flags = parse_flags(argv)
-    if flags.plot:
-        return plot(flags.plot, pathlib.Path(flags.plot[0]) / "curves.png")
-    if flags.compare:
-        return compare(flags)
-    try:
-        with or_fail("the disk failed; make room, then --resume the folder", OSError, code=1):
-            summary = train(flags)
-    except torch.OutOfMemoryError:
-        fail("out of memory: lower --micro-batch, --sample-batch, --vocab-chunk or --max-new-tokens, or add"
-             " --gradient-checkpointing", code=1)
-    except KeyboardInterrupt:  # from the first step on, Ctrl-C is train()'s: it saves
-        fail("stopped before the first step: nothing to save", code=130)
-    flags.probe and print(ntk.probe_verdict(summary["kappa_mean"], summary["conflict_mean"])[1])
-    WORLD == 1 or torch.distributed.destroy_process_group()
+    end_with_parent()
+    with contextlib.redirect_stdout(Printer(sys.stdout)), contextlib.redirect_stderr(Printer(sys.stderr)):
+        flags = parse_flags(argv)
+        try:
+            if flags.plot:
+                plot(flags.plot, pathlib.Path(flags.plot[0]) / "curves.png")
+            elif flags.compare:
+                compare(flags)
+            else:
+                one_run(flags)
+        except torch.OutOfMemoryError:
+            fail("out of memory: lower --micro-batch, --vocab-chunk or --max-new-tokens,"
+                 " or add --gradient-checkpointing", code=1)
+        except OSError as error:
+            fail(f"the disk failed ({error}); once that is mended, {how_to_go_on(flags.out)}", code=1)
+        except KeyboardInterrupt:  # from the first step on, Ctrl-C is train()'s: it saves
+            fail("stopped before the first step: nothing to save", code=130)
 
 if __name__ == "__main__":
     main()
