@@ -1,23 +1,23 @@
 """M3 as pure functions: hybrid reward + on-policy distillation, one logit seed, one backward pass.
 
-Copy these functions; this is not a library. Arguments in, tensors out; torch alone. m3_step (section 7) is the
-training step; the README has a trainer of 40 lines around it, train.py the whole loop.
+Copy these functions; this is not a library. m3_step (section 7) is the training step. Needs torch alone.
 
-A student samples G responses per prompt. A verifier pays each 0 or 1. A teacher that sees more (the frozen initial
-policy, reading the gold solution too) gives a distribution at every token. Both signals are "residuals", their exact
-gradients in the student's logits, so any weighted sum of them is ONE backward pass: logits.backward(seed).
+A student samples G responses per prompt. A verifier pays each 0 or 1. A teacher that sees more (the frozen
+initial policy, reading the gold solution too) gives a distribution at every token. Both signals are
+residuals, their exact gradients in the student's logits: any weighted sum of them is ONE
+pass, logits.backward(seed).
 
-Papers: [M3] arXiv 2609.34849, [VLS] arXiv 2610.11247; equation numbers are theirs. Departures from the textbook:
-  1. No loss is differentiated by autograd. Residuals are closed form (tests check them against float64 autograd):
-     M3 re-weights and normalises them token by token, which no scalar loss expresses.
+Papers: [M3] arXiv 2609.34849, [VLS] arXiv 2610.11247; equation numbers are theirs. Departures:
+  1. No loss is differentiated by autograd. M3 re-weights and normalises residuals token by token, which no
+     scalar loss expresses; they are closed form, and tests check them against float64 autograd.
   2. No ratio clip and no reference KL: one update per batch, so the ratio is 1.
-  3. Eq 1 is clipped on the token's SUM. Clipping each vocabulary entry, as OPSD's code does under the same letter
-     tau, pushes the clipped entries down instead of leaving the token alone.
-  4. The sampler draws by inverse CDF from uniforms fixed per (row, position), however rows are dropped or split.
+  3. Eq 1 is clipped on the token's SUM. Clipping each vocabulary entry, as OPSD's code does,
+     pushes the clipped entries down instead of leaving the token alone.
+  4. Tokens are drawn by inverse CDF from uniforms fixed per (row, position), however rows are split.
 
-Shapes: P prompts, G responses per prompt, B = P*G rows, N response positions, V vocabulary, d hidden size, T real
-(unmasked) response tokens, laid out flat. p_S = softmax(z_S) student, p_T teacher, y sampled token, A advantage,
-s the Signals and f the Settings of a method.
+Shapes: P prompts, G responses per prompt, B = P*G rows, N response positions, V vocabulary, d hidden size, T
+real (unmasked) response tokens, laid out flat. p_S = softmax(z_S) student, p_T teacher, y sampled token,
+A advantage, s the Signals and f the Settings of a method.
 """
 
 import collections, contextlib, datetime, functools, inspect, math, random, re, unicodedata
@@ -116,10 +116,7 @@ def draw_problems(n, count, seed, step):
 # --- 2. Rollouts --------------------------------------------------------------------------------------------
 
 def left_pad(prompts, pad_id=0, device=None):
-    """P prompts (lists of ids) with their right edges in one column, and so position n of every response too.
-
-    Returns ids [P, L] long, mask [P, L] long (1 = real), positions [P, L] (0 at pads).
-    """
+    """P prompts (lists of ids) on one right edge -> ids, mask (1: real), positions, each [P, L] long."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     # From lengths, never from `ids != pad_id`: with pad == eos that would also hide real end tokens.
@@ -133,10 +130,8 @@ def cache_name(model):
 
 @contextlib.contextmanager
 def packed(model):
-    """For sampling on a CPU: inside, large float32 linear layers read weights that oneDNN has laid out.
-
-    Few rows meet all weights in a decoding step; torch's own product may read them at a third of the memory's
-    speed. No gradients inside. Adapters that are on when it begins are added up and stay on.
+    """For sampling on a CPU: inside, large float32 linear layers read weights laid out by oneDNN. torch's own
+    product of few rows may read them at a third of the memory's speed. No gradients; adapters stay on.
     """
     onednn, layers = torch.ops.mkldnn, {}
     for module in model.modules() if hasattr(onednn, "_linear_pointwise") else []:
@@ -163,8 +158,8 @@ def draw(logits, temperature, uniforms):
     else:
         cdf = logp.exp().cumsum(-1)
         # right=True: the first id whose CDF is strictly above u, so an id of probability 0 is never drawn.
-        y = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)[:, 0]
-        y = y.clamp(max=cdf.shape[1] - 1)
+        y = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)
+        y = y[:, 0].clamp(max=cdf.shape[1] - 1)
     return y, logp.gather(-1, y[:, None])[:, 0]
 
 @torch.no_grad()
@@ -172,11 +167,10 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_i
            uniforms=None):
     """`group_size` responses to each of P prompts (lists of ids); temperature 0 is greedy.
 
-    model: a transformers causal LM in eval mode; its own generation defaults are never read. eos_ids: every
-    id that ends a response. uniforms [B, N] in [0, 1), one per (row, position); made from `generator` when
-    not given. Returns tokens [B, N] long (pad_id after the end), mask [B, N] bool (the first end token is in,
-    all after it out), logprobs [B, N] float32 of the distribution sampled from (0 where masked). Group i is
-    rows i*G .. i*G+G-1; the longest response decides N <= max_new_tokens.
+    model: a causal LM in eval mode; its own generation defaults are never read. eos_ids: every id that ends a
+    response. uniforms [B, N] in [0, 1), one per (row, position): made from `generator` when not given.
+    Returns tokens [B, N] long (pad_id after the end), mask [B, N] bool (True up to the first end token),
+    logprobs [B, N] float32 of the distribution sampled from (0 where masked). Group i is rows i*G .. i*G+G-1.
     """
     device, shape = next(model.parameters()).device, (len(prompts) * group_size, max_new_tokens)
     if uniforms is None:  # greedy draws none: an evaluation leaves the caller's random state as it was
@@ -351,8 +345,7 @@ def _closing(text):
     line = re.split(r"(?im)^#+\s*(?:check|verif)", text)[0].strip().rsplit("\n", 1)[-1]
     sentence = re.sub(r"^\W{0,9}\d{1,2}\)\s", "", re.split(r"(?<=[.!?])\s+", line)[-1])  # 2) numbers a list
     ended = re.search(r"(?:[.!]|\d\S*(?: \w+)?)\W*$", sentence[-60:])  # all of it: quadratic time
-    heading = line.startswith("#") and not re.match(r"(?i)#+\s*(?!step|part)[a-z].*[.!]\Z", line)
-    return "" if heading or not ended or re.search(HEDGE, sentence) else _latex(sentence)
+    return "" if line.startswith("#") or not ended or re.search(HEDGE, sentence) else _latex(sentence)
 
 def _same_number(text, gold):
     """gsm8k, svamp: the first number behind the mark, or else the last one of the closing sentence."""
@@ -427,8 +420,8 @@ def group_advantages(rewards, group_size, std="unbiased", eps=1e-4):
 def split_head(model):
     """(backbone, head) of a causal LM: head(backbone(ids).last_hidden_state) is model(ids).logits.
 
-    head is the output layer, or a function around it for soft-capped (Gemma-2) and scaled (Cohere, Granite)
-    logits. It is tried out here on 8 random ids. ValueError where the logits are neither.
+    head: the output layer, or it and the soft cap (Gemma-2) or scale (Cohere, Granite). Tried out on 8 random
+    ids; ValueError where the logits are something else.
     """
     config, layer = model.config.get_text_config(), model.get_output_embeddings()
     cap = getattr(config, "final_logit_softcapping", None)
@@ -451,9 +444,7 @@ def split_head(model):
 
 def join(prompts, tokens, mask, pad_id=0):
     """B prompts (lists of ids) and replies [B, N] side by side -> ids, attention, positions [B, L+N] long.
-
-    Replies are the last N columns; the logits that predict reply token n stand in column L-1+n.
-    """
+    The logits that predict reply token n stand in column L-1+n."""
     ids, attention, _ = left_pad(prompts, pad_id, tokens.device)
     attention = torch.cat([attention, mask.long()], 1)
     return torch.cat([ids, tokens], 1), attention, (attention.cumsum(-1) - 1).clamp(min=0)
@@ -461,9 +452,8 @@ def join(prompts, tokens, mask, pad_id=0):
 def hidden_states(backbone, prompts, tokens, pad_id=0, share=True):
     """Hidden states h [B, N, d] from which the head predicts tokens[b, n], given prompts[b] + tokens[b, :n].
 
-    prompts: B lists of ids. tokens [B, N], right-padded. Only `prompts` differs between student and teacher,
-    so no two tokens can slip out of step. share=False reads a prompt once per row, without a cache: slower,
-    equal, and what gradient checkpointing needs.
+    tokens [B, N], right-padded. Only `prompts` (B lists of ids) differs between student and teacher: no two
+    tokens slip out of step. share=False reads a prompt once per row, without a cache, for checkpointing.
     """
     if not share:
         joined = join(prompts, tokens, torch.ones_like(tokens), pad_id)
@@ -491,11 +481,10 @@ def hidden_states(backbone, prompts, tokens, pad_id=0, share=True):
     return out.last_hidden_state
 
 def token_weights(mask, total_rows, total_tokens=None):
-    """What every token's residual is multiplied by, so that plain sums are the means of eqs 1 and 2.
+    """What every token's residual is multiplied by, so that plain sums are the means of eqs 1 and 2: [B, N].
 
-    mask [B, N] bool -> [B, N] float32: 1/N_i per response over total_rows; with total_tokens one mean over
-    all tokens. Totals are the whole step's: a micro-batch that divided by its own would weigh its tokens
-    differently.
+    1/N_i per response over total_rows; with total_tokens one mean over all tokens. Totals are the step's:
+    a micro-batch that divided by its own would weigh its tokens differently.
     """
     weights = mask.float()
     if total_tokens is not None:
@@ -521,17 +510,18 @@ def log_mixture(log_ps, log_pt, lam):
     return torch.logaddexp(log_pt + math.log(lam), log_ps + math.log1p(-lam))
 
 def likeliest(log_ps, log_pt, k):
-    """VLS's top-k: weights q of the student's k likeliest tokens, q times their log-ratio, their ids."""
+    """VLS's top-k: q log(p_S / p_T) of the student's k likeliest tokens, q its weights there; their ids."""
     top, index = log_ps.topk(min(k, log_ps.shape[-1]))
     return top.softmax(-1) * log_ratio(top, log_pt.gather(-1, index)), index
 
 def divergence(student_logits, teacher_logits, kind="jsd", lam=0.5, k=16):
     """Divergence of teacher and student per position, in nats. logits [..., V] -> [...] float32 (or float64).
 
-    fkl: KL(p_T||p_S). rkl: KL(p_S||p_T). jsd: lam KL(p_T||m) + (1-lam) KL(p_S||m), m = lam p_T + (1-lam) p_S,
-    0 < lam < 1 [M3 eq 1]. TRL's beta = lam inside (0, 1); it goes to 0 at both ends, where TRL has fkl and
-    rkl. rkl-topk: sum of q log(p_S / p_T) over the student's k likeliest tokens, q its weights renormalised
-    there [VLS eq 3.2]. No KL: it can be negative, and is reported raw.
+    fkl: KL(p_T||p_S); rkl: KL(p_S||p_T).
+    jsd: lam KL(p_T||m) + (1-lam) KL(p_S||m), m = lam p_T + (1-lam) p_S, 0 < lam < 1 [M3 eq 1]. TRL's with
+    beta = lam, but 0 at both ends, where TRL has fkl and rkl.
+    rkl-topk: sum of q log(p_S / p_T) over the student's k likeliest tokens, q its weights renormalised there
+    [VLS eq 3.2]. No KL: it can be negative.
     """
     log_ps, log_pt = log_softmax(student_logits), log_softmax(teacher_logits)
     if kind == "fkl":
@@ -548,9 +538,8 @@ def divergence(student_logits, teacher_logits, kind="jsd", lam=0.5, k=16):
 def distill_residual(student_logits, teacher_logits, kind="fkl", lam=0.5, tau=None, k=16):
     """delta_D = d divergence / d student_logits, in closed form. logits [..., V] -> [..., V]; rows sum to 0.
 
-    Near agreement the jsd residual is lam (1-lam) times the fkl one: a quarter of it at lam = 1/2. tau:
-    positions whose divergence (the sum over V) is above tau give exactly 0, the gradient of min(D, tau) [eq
-    1].
+    Near agreement the jsd residual is lam (1-lam) times fkl's: a quarter of it at lam = 1/2. tau: positions
+    whose divergence (the sum over V) is above tau give exactly 0, the gradient of min(D, tau) [eq 1].
     """
     log_ps, log_pt = log_softmax(student_logits), log_softmax(teacher_logits)
     p_s = log_ps.exp()
@@ -584,18 +573,14 @@ def reward_residual(student_logits, tokens, advantages):
 def normalize(residual, eps):
     """delta / (||delta|| + eps) over the vocabulary [eq 10]. [..., V] -> [..., V], norms below 1; 0 stays 0.
 
-    eps is a real hyper-parameter, in units of a residual's norm (fkl's: 0 .. sqrt 2, the reward's: times
-    |A|). Far above it residuals become unit vectors: 1e-8 lifts a token with ||delta|| = 1e-4 to the force of
-    one with 1.
+    eps is a real hyper-parameter, in units of a residual's norm (fkl's: 0 .. sqrt 2, reward's: times |A|).
+    Far above it residuals become unit vectors: 1e-8 lifts ||delta|| = 1e-4 to the force of 1.
     """
     return residual / (residual.norm(dim=-1, keepdim=True) + eps)
 
 def isotropic_kernel(delta_D, delta_R):
-    """K_DR(n) and cos phi_n for J^T J ~ 1 [M3 App. I, AA]; delta_D, delta_R [..., V] -> [...], [...].
-
-    The output head's own part up to ||h_n||^2 > 0, without a model: good for the sign. 0 where a residual is
-    0.
-    """
+    """K_DR(n), cos phi_n for J^T J ~ 1 [M3 App. I, AA]: the head's own part up to ||h_n||^2.
+    delta_D, delta_R [..., V] -> [...], [...]; 0 where a residual is 0."""
     K = (delta_D * delta_R).sum(-1)
     return K, K / (delta_D.norm(dim=-1) * delta_R.norm(dim=-1)).clamp(min=1e-12)
 
@@ -628,8 +613,9 @@ class Signals:
         self.advantages, self.weights = micro.advantages[chunk], micro.weights[chunk]  # A; 1/N of eqs 1 and 2
         self.logits = self.tempered(micro.student[1](micro.leaf[chunk]))  # [T, V], with a graph
         self.z_S = self.logits.detach()
-    def tempered(self, logits):
-        return logits.float() / self.settings.temperature
+    def tempered(self, logits):  # no copy at temperature 1
+        temperature, logits = self.settings.temperature, logits.float()
+        return logits if temperature == 1 else logits / temperature
     @functools.cached_property
     def z_T(self):
         with torch.no_grad():
@@ -784,8 +770,8 @@ def sdpo_siblings(rewards, group_size):
     siblings = []
     for row in range(len(rewards)):
         first = row - row % group_size
-        group = range(first, first + group_size)
-        siblings.append(next((other for other in group if other != row and rewards[other] > 0), None))
+        right = (other for other in range(first, first + group_size) if other != row and rewards[other] > 0)
+        siblings.append(next(right, None))
     return siblings
 
 def sdpo_residual(student_logits, teacher_logits, k=100):
@@ -909,13 +895,14 @@ def update_scale(norms, advantages, s_bar, add_up):
     now = (total[0] / total[1]).item()
     return now if s_bar is None else 0.9 * s_bar + 0.1 * now
 
-def extragradient(params, m_D, eta_in, gradient_at):
-    """M3-EG [eq 15]: gradient_at() where theta~ = theta - eta_in m_D; params come back bit for bit."""
+@contextlib.contextmanager
+def extragradient(params, m_D, eta_in):
+    """M3-EG [eq 15]: inside, params are theta~ = theta - eta_in m_D; afterwards they are back bit for bit."""
     home = [p.detach().clone() for p in params]
     with torch.no_grad():  # nothing is differentiated through the inner step
         torch._foreach_sub_(params, [eta_in * g for g in m_D])
     try:
-        return gradient_at()
+        yield
     finally:
         with torch.no_grad():
             torch._foreach_copy_(params, home)
@@ -959,8 +946,8 @@ def m3_step(student, teacher, batch, method, params, settings=DEFAULTS, s_bar=No
     columns = {name: torch.cat(parts) for name, parts in seen.items()}
     shape = geometry(gradients["R"], gradients["D"]) if "R" in gradients else None
     if chosen.peek:
-        m_D = gradients["update"]
-        gradients |= extragradient(params, m_D, settings.eta_in, lambda: gradients_of(reward_alone))
+        with extragradient(params, gradients["update"], settings.eta_in):
+            gradients |= gradients_of(reward_alone)
     if chosen.mix:
         w_R, w_D = chosen.mix(shape["norm_R"], shape["norm_D"], shape["phi"] or 0.0)
         gradients["update"] = [w_R * g_R + w_D * g_D for g_R, g_D in zip(gradients["R"], gradients["D"])]
