@@ -214,7 +214,7 @@ def decode(tokenizer, tokens, mask):
     rows = [row[real].tolist() for row, real in zip(tokens.cpu(), mask.cpu())]
     return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
-# --- 3. Reward --------------------------------------------------------------------------------------
+# --- 3. Reward ----------------------------------------------------------------------------------------------
 
 # A number: groups of exactly three digits (`3,8` is a list), no long exponent (it would fill the memory);
 # whole part before a fraction, fraction or power, power of ten. As in 1,250.5, -3 1/2, 5^2, 4.5\cdot10^3
@@ -324,18 +324,16 @@ def _marked(text, *patterns):
     if len(numbers) < 2 or numbers != [str(n + 1) for n in range(len(numbers))]:  # 1, 2, 3 are headings
         patterns = (HASHES, *patterns)
     marks = [mark for pattern in (BOX, TAG, *patterns) for mark in re.finditer(pattern, text)]
-    marks.sort(key=re.Match.end)
-    doubted = False
-    while marks and re.search(DOUBT, text[:marks[-1].start()][-60:]):
-        marks.pop()
-        doubted = True
-    if not marks:
-        return "" if doubted else None
-    rest = text[marks[-1].end():]
+    marks.sort(key=re.Match.end, reverse=True)
+    sure = (mark for mark in marks if not re.search(DOUBT, text[max(0, mark.start() - 60):mark.start()]))
+    last = next(sure, None)
+    if last is None:
+        return "" if marks else None
+    rest = text[last.end():]
     step = re.search(r"(?im)^\W{0,6}(?:step|part) (\d\d?)", rest)
     if step and step[1] != "1":  # Step 2 withdraws the mark before it
         return None
-    rest = _box(rest) if marks[-1].re.pattern == BOX else rest.partition("</answer>")[0]
+    rest = _box(rest) if last.re.pattern == BOX else rest.partition("</answer>")[0]
     line = _latex(rest.strip().split("\n", 1)[0])
     clause = re.split(CLAUSE_END, line, maxsplit=1)[0]
     return "" if line[len(clause):].startswith("?") else clause.strip()
@@ -391,10 +389,9 @@ def _same_math(text, gold):
 def _same_choice(text, gold):
     """arc: the label behind the mark, or else the only one of the reply; digits where the gold is a digit."""
     marked = _marked(text, STATED % "(?:answer|option|choice|letter)", CHOSEN)
-    if marked is not None:
-        found = re.findall(CHOICE, marked)
-    else:
-        found = [] if re.search(DENIED, text) else re.findall(LABEL, text)
+    if marked is None and re.search(DENIED, text):
+        return False
+    found = re.findall(LABEL, text) if marked is None else re.findall(CHOICE, marked)
     return {(a or b).upper() for a, b in found if (a or b).isdigit() == gold.isdigit()} == {gold.upper()}
 
 def group_advantages(rewards, group_size, std="unbiased", eps=1e-4):
