@@ -563,12 +563,12 @@ def test_readme_script_agrees_with_the_program(world, rewarded, monkeypatch):
     assert not any("train" in line for line in script.splitlines() if "import" in line)
     rows = [row | {"kind": "toy"} for row in few_rows(4096, 0)]
     model = str(world / train.toy_path())
-    for name, value in dict(MODEL=repr(model), ROWS="rows", STEPS="3").items():
+    for name, value in {"MODEL": repr(model), "ROWS": "rows", "STEPS": "3", "P, G": "4, 6"}.items():
         line = next(line for line in script.splitlines() if line.startswith(f"{name} = "))
         script = script.replace(line, f"{name} = {value}")
     shown = []
     exec(script, {"rows": rows, "print": lambda *values: shown.append(values)})
-    log = run(world, "--prompts-per-step", "8", "--group-size", "8", "--max-new-tokens", "24",
+    log = run(world, "--prompts-per-step", "4", "--group-size", "6", "--max-new-tokens", "24",
               "--kernel", "local", "--micro-batch", "16", "--vocab-chunk", "256", "--out", "script")[1:]
     for (step, reward, norm), line in zip(shown, log, strict=True):
         assert step == line["step"] and reward == pytest.approx(line["reward"], abs=1e-6)
