@@ -349,7 +349,8 @@ def _same_number(text, gold):
     """gsm8k, svamp: the first number behind the mark, or else the last one of the closing sentence."""
     marked = _marked(text, STATED % "answer")
     clause = (_closing(text) if marked is None else marked).rpartition("=")[2]
-    clause = re.sub(r"(?<=\d)[kK]\b", r"\\cdot10^3", clause)  # 18k; in math k is a variable
+    for letters, tens in ("kK", 3), ("M", 6), ("B", 9):  # 18k; in math k is a variable
+        clause = re.sub(rf"(?<=\d)[{letters}]\b", rf"\\cdot10^{tens}", clause)
     found = list(NUMBER.finditer(clause))
     if not found:
         return False

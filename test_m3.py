@@ -1364,6 +1364,7 @@ CASES = [  # kind, completion, gold, reward, why; most come in pairs, a right an
     ("gsm8k", "#### 4.5 x 10^3", "4500", 1, "a heading is no mark"),
     # words and letters of size (19)
     ("gsm8k", "#### $18K per year", "18000", 1, "the size belongs to the number"),
+    ("gsm8k", "#### 2.4M", "2400000", 1, "the size belongs to the number"),
     ("gsm8k", "#### 18 thousand dollars", "18000", 1, "the size belongs to the number"),
     ("gsm8k", "#### $2.4m", "2.4", 0, "the size belongs to the number"),
     ("gsm8k", "#### $2.4m", "2400000", 1, "the size belongs to the number"),
