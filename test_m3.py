@@ -2855,7 +2855,7 @@ def test_local_is_exact_under_the_same_cut(kind, tied):
 def test_local_counts_what_is_trained(change):
     model, data = small(), rows_of(**{"prompt": 1, "group": 1} if change == "one_prompt_column" else {})
     if change == "one_prompt_column":
-        data[1][:, 0] = 1
+        data[1][:, :3] = 1  # rows_of hides the first columns of these rows: their prompt and more
     if change == "lora":
         with_lora(model)
     if change in ("norms", "head"):
@@ -3339,7 +3339,7 @@ def test_our_runs_beside_the_published_ones(tmp_path, monkeypatch, capsys):
     run_folder.mkdir()
     (run_folder / "config.json").write_text('{"method": "opd"}')
     (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ntk.main(["--vls", "ours", "--out", "compared"])
+    ntk.main(["--vls", "ours"])
     table = {
         line.split()[0]: line.split()
         for line in capsys.readouterr().out.splitlines()
@@ -3347,11 +3347,10 @@ def test_our_runs_beside_the_published_ones(tmp_path, monkeypatch, capsys):
     }
     assert table["ours"][1:] == ["30", "15.500", "45.500", "0.341", "0.033", "45.500", "35", "of", "35"]
     assert table["Qwen3-14B"][1:] == ["15", "60.677", "5.049", "12.017", "0.988", "3.784", "19", "of", "20"]
-    assert (tmp_path / "compared" / "vls.png").stat().st_size > 20_000
     (run_folder / "config.json").write_text('{"method": "grpo"}')
     for folder, word in (("ours", "opd"), ("nowhere", "nowhere")):
         with pytest.raises(SystemExit) as end:
-            ntk.main(["--vls", folder, "--out", "compared"])
+            ntk.main(["--vls", folder])
         error = capsys.readouterr().err.strip()
         assert end.value.code == 2 and word in error and "--vls" in error and "\n" not in error
 
@@ -3539,7 +3538,7 @@ def test_ntk_main(world, monkeypatch, capsys):
     monkeypatch.setattr(ntk, "heat_map", lambda out, panels: (seen.extend(panels), heat_map(out, panels)))
     ntk.main([*NTK_FAST, "--out", "heat"])
     text = capsys.readouterr().out
-    for part in ("1. Token level", "2. Token level", "3. Response level", "Batch level: kappa", "4. heat"):
+    for part in ("1. Token level", "2. Token level", "Batch level, local kernel: norm_R", "3. heat"):
         assert part in text
     table = {line[:26].strip(): line[26:].split() for line in text.splitlines()}
     assert table["exact"][:3] == ["1.000"] * 3
@@ -3552,18 +3551,15 @@ def test_ntk_main(world, monkeypatch, capsys):
         for sign in ("<", ">", "!=")
     ]
     assert counts[0] + counts[1] == counts[2] > 0 and counts[3] + counts[4] == counts[5] > 0
-    assert [table[f"on-policy, {x}"][0] for x in ("correct", "wrong")] == ["2", "2"] and table[
-        "gold prefix, A = 1"
-    ][0] == "2"
     page = (world / "heat/heatmap.html").read_text()
     assert (
-        len(seen) == 3 and "correct (reward 1, A = +0.71)" in page and "wrong (reward 0, A = -0.71)" in page
+        len(seen) == 2 and "correct (A = +0.71)" in page and "wrong (A = -0.71)" in page
     )
     for _, tokens in seen:
         assert tokens and all(
             html.escape(token) in page and f'title="{c:+.3f}"' in page for token, c in tokens
         )
-    assert "<eos>" not in page and "http" not in page and (world / "heat/heatmap.png").stat().st_size > 5_000
+    assert "<eos>" not in page and "http" not in page
 
 
 def test_ntk_main_leaves_the_model_alone_and_repeats(world, monkeypatch, capsys):
@@ -3576,7 +3572,7 @@ def test_ntk_main_leaves_the_model_alone_and_repeats(world, monkeypatch, capsys)
     assert texts[0] == texts[1]
 
 
-def test_heat_map_escapes_and_wraps(tmp_path):
+def test_heat_map_escapes(tmp_path):
     ntk.heat_map(
         tmp_path, [("a < b & $c$ " * 20, [("<script>", 0.5), ("$x_1$", -1.0), ("", 0.0), ("&", 1.0)] * 12)]
     )
@@ -3587,10 +3583,6 @@ def test_heat_map_escapes_and_wraps(tmp_path):
         '<span style="background:#f3f3f3;color:black" title="">+</span>'
     )
     assert "<script>" not in page and "&lt;script&gt;" in page and "#c81e1e" in page and "#1e5ac8" in page
-    import matplotlib.image
-
-    height, width, _ = matplotlib.image.imread(tmp_path / "heatmap.png").shape
-    assert width > 900 and height > 250
 
 
 @pytest.mark.parametrize(
