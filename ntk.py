@@ -465,13 +465,26 @@ def read_curves(folders):
         curves[str(folder)] = {"split": 30, "training": training, "occupancy": occupied}
     return curves
 
-def show_curves(curves):
-    """The table [VLS E.3] of these runs."""
-    rows = []
+def show_curves(curves, out):
+    """The table [VLS E.3] of these runs, and OUT/vls.png: mu and the remaining loss, medians of 9 steps."""
+    from matplotlib.figure import Figure
+    figure, rows = Figure(figsize=(9, 4.6), layout="constrained"), []
+    axes = figure.subplots(1, 2)
     for name, curve in curves.items():
-        drop = signal_drop(*zip(*curve["training"]), curve["split"])
+        losses, norms = zip(*curve["training"])
+        drop = signal_drop(losses, norms, curve["split"])
         falls = [1 + X / g2 > 0 for g2, X in curve["occupancy"]]
         rows.append([name, curve["split"], *drop.values(), f"{sum(falls)} of {len(falls)}"])
+        mu = [learning_signal(G, L) for G, L in zip(norms, losses)]
+        for axis, values in zip(axes, (mu, [L and L / losses[0] for L in losses])):
+            smooth = [_middle(values[max(i - 4, 0):i + 5]) for i in range(len(values))]
+            axis.plot(range(1, len(smooth) + 1), smooth, label=pathlib.Path(name).name, linewidth=1.8)
+    for axis, title in zip(axes, ("learning signal mu", "remaining loss L/L_1")):
+        axis.set(yscale="log")
+        axis.set_title(f"{title}, by step", fontsize=14)
+        axis.tick_params(labelsize=12)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=12)
+    figure.savefig(out / "vls.png", dpi=110)
     print_table("mu = G^2/(2L) before and after the split; 1 + X/g^2 > 0: checkpoints where the loss falls",
                 ["run", "split", *drop, "1 + X/g^2 > 0"], rows)
 
@@ -560,7 +573,8 @@ def main(argv=None):
     if own.vls is not None:
         with train.or_fail("--vls wants folders of runs of train.py"):
             curves = read_curves(own.vls)
-        return show_curves(curves)
+        out.mkdir(parents=True, exist_ok=True)
+        return show_curves(curves, out)
     with train.or_fail(f"--device {flags.device} cannot be used"):
         device = torch.empty(0, device=flags.device).device
     world = train.load(flags, device)
