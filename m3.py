@@ -1,26 +1,26 @@
 """M3 as pure functions: hybrid reward + on-policy distillation, one logit seed, one backward pass.
 
-Copy these functions; this is not a library: arguments in, tensors out, the loop is train.py's. Needs torch alone.
-m3_step (section 7) is the training step; the README has a trainer of 40 lines around it.
+Copy these functions; this is not a library. m3_step (section 7) is the training step. Needs torch alone.
 
-A student samples G responses per prompt. A verifier pays each 0 or 1. A teacher that sees more (the frozen initial
-policy, reading the gold solution too) gives a distribution at every token. Both signals are written as "residuals",
-their exact gradients in the student's logits, so any weighted sum of them is ONE backward pass: logits.backward(seed).
+A student samples G responses per prompt. A verifier pays each 0 or 1. A teacher that sees more (the frozen
+initial policy, reading the gold solution too) gives a distribution at every token. Both signals are
+residuals, their exact gradients in the student's logits: any weighted sum of them is ONE
+pass, logits.backward(seed).
 
-Papers: [M3] arXiv 2609.34849, [VLS] arXiv 2610.11247. Equation numbers are theirs. Departures from the textbook:
-  1. No loss is differentiated by autograd. The residuals are closed form (tests check them against float64 autograd),
-     because M3 re-weights and normalises them token by token, which no scalar loss expresses.
+Papers: [M3] arXiv 2609.34849, [VLS] arXiv 2610.11247; equation numbers are theirs. Departures:
+  1. No loss is differentiated by autograd. M3 re-weights and normalises residuals token by token, which no
+     scalar loss expresses; they are closed form, and tests check them against float64 autograd.
   2. No ratio clip and no reference KL: one update per batch, so the ratio is 1.
-  3. Eq 1 is clipped on the token's SUM. Clipping each vocabulary entry, as OPSD's code does under the same letter tau,
+  3. Eq 1 is clipped on the token's SUM. Clipping each vocabulary entry, as OPSD's code does,
      pushes the clipped entries down instead of leaving the token alone.
-  4. The sampler draws by inverse CDF from uniforms fixed per (row, position), however rows are dropped or split.
+  4. Tokens are drawn by inverse CDF from uniforms fixed per (row, position), however rows are split.
 
-Shapes: P prompts, G responses per prompt, B = P*G rows, N response positions, V vocabulary, d hidden size, T = number of
-real (unmasked) response tokens, laid out flat. p_S = softmax(z_S) student, p_T teacher, y sampled token, A advantage,
-s the Signals and f the Settings of a method.
+Shapes: P prompts, G responses per prompt, B = P*G rows, N response positions, V vocabulary, d hidden size, T
+real (unmasked) response tokens, laid out flat. p_S = softmax(z_S) student, p_T teacher, y sampled token,
+A advantage, s the Signals and f the Settings of a method.
 """
 
-import collections, contextlib, datetime, functools, inspect, math, random, re
+import collections, contextlib, datetime, functools, inspect, math, random, re, unicodedata
 from fractions import Fraction
 from typing import Callable, NamedTuple
 
@@ -113,13 +113,10 @@ def draw_problems(n, count, seed, step):
     """Indices of this step's problems: shuffled epochs, one after the other, without replacement in each."""
     return [epoch(n, seed, i // n)[i % n] for i in range((step - 1) * count, step * count)]
 
-# --- 2. Rollouts -----------------------------------------------------------------------------------------------------
+# --- 2. Rollouts --------------------------------------------------------------------------------------------
 
 def left_pad(prompts, pad_id=0, device=None):
-    """Prompts on the right edge, so that position n of every response sits in the same column.
-
-    prompts: P lists of ids. Returns ids [P, L] long, mask [P, L] long (1 = real), positions [P, L] (pads at 0).
-    """
+    """P prompts (lists of ids) on one right edge -> ids, mask (1: real), positions, each [P, L] long."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     # From lengths, never from `ids != pad_id`: with pad == eos that would also hide real end tokens.
@@ -133,74 +130,68 @@ def cache_name(model):
 
 @contextlib.contextmanager
 def packed(model):
-    """For sampling on a CPU: inside, large float32 linear layers read a copy of their weights laid out by oneDNN.
-
-    In a decoding step few rows meet all weights, which torch's own product may read at a third of the memory's speed.
-    No gradients inside; adapters that are on when it begins are added up and stay on.
+    """For sampling on a CPU: inside, large float32 linear layers read weights laid out by oneDNN. torch's own
+    product of few rows may read them at a third of the memory's speed. No gradients; adapters stay on.
     """
     onednn, layers = torch.ops.mkldnn, {}
-    if hasattr(onednn, "_linear_pointwise"):  # else a torch without oneDNN: nothing happens
-        for module in model.modules():
-            base = module.base if isinstance(module, LoRA) and module.on else module
-            if type(base) is torch.nn.Linear and base.weight.numel() > 1e5 and "forward" not in vars(module) and (
-                    base.weight.device.type, base.weight.dtype) == ("cpu", torch.float32):
-                layers.setdefault(base, module)  # modules() has an adapter before its base
+    for module in model.modules() if hasattr(onednn, "_linear_pointwise") else []:
+        base = module.base if isinstance(module, LoRA) and module.on else module
+        large = type(base) is torch.nn.Linear and base.weight.numel() > 1e5 and "forward" not in vars(module)
+        if large and base.weight.device.type == "cpu" and base.weight.dtype == torch.float32:
+            layers.setdefault(base, module)  # modules() has an adapter before its base
     try:
         for base, module in layers.items():
             weight = base.weight.detach() if module is base else module.merged()
             blocks = onednn._reorder_linear_weight(weight, 8)  # 8 rows: a hint
-            module.forward = functools.partial(onednn_linear, blocks, base.bias)
+            module.forward = functools.partial(onednn._linear_pointwise, W=blocks, B=base.bias, attr="none",
+                                               scalars=[], algorithm="")
         yield
     finally:
         for module in layers.values():
             vars(module).pop("forward", None)
 
-def onednn_linear(blocks, bias, x):
-    return torch.ops.mkldnn._linear_pointwise(x, blocks, bias, "none", [], "")
-
 def draw(logits, temperature, uniforms):
-    """One token per row by inverse CDF, greedy at temperature 0. logits [b, V], uniforms [b] -> ids [b], log-probs [b]."""
+    """A token per row by inverse CDF, the likeliest at temperature 0. logits [b, V] -> ids, log-probs [b]."""
+    logp = (logits.float() / (temperature or 1)).log_softmax(-1)
     if temperature == 0:
-        logp, y = logits.float().log_softmax(-1), logits.argmax(-1)
+        y = logits.argmax(-1)
     else:
-        logp = (logits.float() / temperature).log_softmax(-1)
         cdf = logp.exp().cumsum(-1)
         # right=True: the first id whose CDF is strictly above u, so an id of probability 0 is never drawn.
-        y = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)[:, 0].clamp(max=cdf.shape[1] - 1)
+        y = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)
+        y = y[:, 0].clamp(max=cdf.shape[1] - 1)
     return y, logp.gather(-1, y[:, None])[:, 0]
 
 @torch.no_grad()
 def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_ids, pad_id, generator=None,
            uniforms=None):
-    """Sample `group_size` responses for each prompt. Temperature 0 is greedy.
+    """`group_size` responses to each of P prompts (lists of ids); temperature 0 is greedy.
 
-    model: any transformers causal LM in eval mode. prompts: P lists of ids. eos_ids: every id that ends a response.
-    uniforms [B, N] in [0, 1): row b, position n is drawn with uniforms[b, n]; made from `generator` when not given.
-    Returns tokens [B, N] long (pad_id after the end), mask [B, N] bool (the first end token is in, all after it is
-    out; a row without one is truncated), logprobs [B, N] float32 of the distribution sampled from (0 where masked).
-    Group i is rows i*G .. i*G+G-1. N <= max_new_tokens: the longest response decides.
-    Settings are arguments on purpose: a checkpoint's own generation defaults must not slip in.
+    model: a causal LM in eval mode; its own generation defaults are never read. eos_ids: every id that ends a
+    response. uniforms [B, N] in [0, 1), one per (row, position): made from `generator` when not given.
+    Returns tokens [B, N] long (pad_id after the end), mask [B, N] bool (True up to the first end token),
+    logprobs [B, N] float32 of the distribution sampled from (0 where masked). Group i is rows i*G .. i*G+G-1.
     """
-    device, rows = next(model.parameters()).device, len(prompts) * group_size
+    device, shape = next(model.parameters()).device, (len(prompts) * group_size, max_new_tokens)
     if uniforms is None:  # greedy draws none: an evaluation leaves the caller's random state as it was
-        shape = rows, max_new_tokens
         uniforms = torch.rand(shape, generator=generator) if temperature else torch.zeros(shape)
     uniforms, eos = uniforms.to(device), torch.tensor(sorted(eos_ids), device=device)
-    tokens = torch.full((rows, max_new_tokens), pad_id, device=device)
-    mask = torch.zeros(rows, max_new_tokens, dtype=torch.bool, device=device)
-    logprobs = torch.zeros(rows, max_new_tokens, device=device)
+    tokens = torch.full(shape, pad_id, device=device)
+    mask = torch.zeros(shape, dtype=torch.bool, device=device)
+    logprobs = torch.zeros(shape, device=device)
 
     # Each prompt is read once; its key/value cache is then repeated for the G responses.
     ids, attention, positions = left_pad(prompts, pad_id, device)  # [P, L]
-    run = torch.inference_mode()(lambda **kw: model(**kw))  # not all of this function: its tokens go into graphs later
-    out = run(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=True, logits_to_keep=1)
+    # Inference mode for the model alone: the tokens that are made here go into graphs later.
+    run = functools.partial(torch.inference_mode()(model.__call__), use_cache=True)
+    out = run(input_ids=ids, attention_mask=attention, position_ids=positions, logits_to_keep=1)
     name, width = cache_name(model), ids.shape[1]
     cache = out[name]
     cache.batch_repeat_interleave(group_size)
-    logits = out.logits[:, -1].repeat_interleave(group_size, 0)  # [B, V]; [:, -1] also suits a model that gave all
+    logits = out.logits[:, -1].repeat_interleave(group_size, 0)  # [B, V]; -1 also where a model gave all
     attention = F.pad(attention, (0, max_new_tokens), value=1).repeat_interleave(group_size, 0)  # [B, L+N]
     positions = positions[:, -1:].repeat_interleave(group_size, 0)  # [B, 1]
-    alive = torch.arange(rows, device=device)  # rows of the output that are still being written
+    alive = torch.arange(shape[0], device=device)  # rows of the output that are still being written
 
     for n in range(max_new_tokens):
         y, logprobs[alive, n] = draw(logits, temperature, uniforms[alive, n])
@@ -213,105 +204,80 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_i
             cache.batch_select_indices(keep)
             alive, y, attention, positions = alive[keep], y[keep], attention[keep], positions[keep]
         positions = positions + 1
-        logits = run(input_ids=y[:, None], attention_mask=attention[:, :width + n + 1], position_ids=positions,
-                     use_cache=True, **{name: cache}).logits[:, -1]
+        seen = attention[:, :width + n + 1]
+        out = run(input_ids=y[:, None], attention_mask=seen, position_ids=positions, **{name: cache})
+        logits = out.logits[:, -1]
     return tokens[:, :n + 1], mask[:, :n + 1], logprobs[:, :n + 1]
 
 def decode(tokenizer, tokens, mask):
     """Text of each row, cut by the mask (the first end token), never by looking for pad ids."""
-    return [tokenizer.decode(row[real].tolist(), skip_special_tokens=True)
-            for row, real in zip(tokens.cpu(), mask.cpu())]
+    rows = [row[real].tolist() for row, real in zip(tokens.cpu(), mask.cpu())]
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
-# --- 3. Reward -------------------------------------------------------------------------------------------
+# --- 3. Reward ----------------------------------------------------------------------------------------------
 
-# Digits: groups of exactly three (`3,8` is a list); a longer exponent would fill the memory. As in 1,250.5e3
+# A number: groups of exactly three digits (`3,8` is a list), no long exponent (it would fill the memory);
+# whole part before a fraction, fraction or power, power of ten. As in 1,250.5, -3 1/2, 5^2, 4.5\cdot10^3
 DIGITS = r"(?:(?:\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"
-# A number: whole part before a fraction, fraction or power, power of ten. As in -3 1/2, 5^2, 4.5\cdot10^3
 NUMBER = re.compile(
-    rf"(?P<sign>(?<![\w)\]}}])[-+])?(?:(?P<whole>\d{{1,9}}) (?=\d{{1,9}}/\d))?(?P<top>{DIGITS})"
+    rf"(?P<sign>(?<![\w)\]}}])[-+])?(?:(?P<whole>\d{{1,9}}) (?=\d{{1,9}}/\d))?(?P<top>(?<![a-z]\^){DIGITS})"
     rf"(?: ?/ ?(?P<bottom>-?{DIGITS})|\^\{{?(?P<power>[-+]?\d\d?(?!\d))\}}?)?"
     r"(?: ?\\cdot ?10\^\{?(?P<tens>[-+]?\d{1,3}(?!\d))\}?)?")
-# Powers of ten; the letters count outside math, and `m` is metres. As in 18 thousand, 18k
 SIZES = {"hundred": 2, "thousand": 3, "grand": 3, "lakh": 5, "million": 6, "billion": 9, "trillion": 12}
-LETTERS = {"k": 3, "K": 3, "M": 6, "mn": 6, "B": 9, "bn": 9, "T": 12}
-# A number behind one of these is a piece, a bound or denied. As in 10-12, > 18, half of 40, not 40, Step 2
-BEFORE = re.compile(
-    r"(?:\d[ .,]?|[*/^_+×÷±√|] ?|- |\d ?-|\d,? (?:and|or) |\\\w+ ?\{?|(?:^|\W|\w )[<>] ?|\b(?:not(?: \w+)?"
-    r"|minus|negative|over|under|above|below|almost|nearly|step|part|(?:more|less|\w+er) than"
-    r"|(?:half|twice|double|third|quarter|square|root)(?: of)?(?: the)?|in (?:thou|mil|bil)\w+(?: is|:)?) )$",
-    re.I)
-# So is a number in front of one of these. As in 12-10, 5 or 7, 5 * (2 + 1), 5\pi, 3 hundredths, 18 or more
-AFTER = re.compile(
-    r"[\s,]*(?:(?:or|and|to|by|x|times)\b|[-+*/^×÷:.])?\s*[-+]?\.?\d|[)\]}]*\s*\^|\s*[\\_+*÷±√<>]|\)?\(-?\d"
-    r"|\s*[-/] ?\(|[eE][-+]?\d|[xy]\b|(?:st|nd|rd|th)\b| ?(?:[kKMBT]|mil|bn|mn)\b| \(or\b"
-    r"| (?:squared|cubed|or (?:more|less|\w+er))\b|[\s-]+hal(?:f|ves)\b|[\s-]*(?:third|tenth)s"
-    r"| and (?:an?|one|two) (?:half|third|quarter)| (?:hour|minute|day|week|year|dollar|pound)s? (?:and )?\d"
-    rf"| (?:feet|out of|yards?) \d|[\s(-]*(?:[a-z]+ )?(?i:{'|'.join(SIZES)})")
+# Behind one of these a number is a piece, a bound or denied. As in 10-12, > 18, half of 40, not 40, Step 2
+BEFORE = (r"(?i)(?:\d[ .,]?|[*/^_+×÷±√|<>] ?|- |\d ?-|\d,? (?:and|or) |\\\w+ ?\{?|\b(?:not(?: \w+)?|minus"
+          r"|negative|over|under|above|below|almost|nearly|step|part|than|(?:half|twice|double|third|quarter"
+          r"|square|root)(?: of)?(?: the)?|(?:thou|mil|bil)\w+(?: is|:)?) )$")
+# In front of one of these too. As in 12-10, 5 or 7, 5 * (2 + 1), 5\pi, 3 hundredths, 3 hours 20, 2.4M
+AFTER = (r"[\s,]*(?:(?:and|to|by|x|times)\b|[-+*/^×÷:.])?\s*[-+]?\.?\d|[)\]}]*\s*\^|\s*[\\_+*÷±√<>₀-₉]"
+         r"|\)?\(-?\d|\s*[-/] ?\(|\W{0,2}(?:or|squared|cubed)\b|[eE][-+]?\d|(?:[xy]|st|nd|rd|th)\b"
+         r"| ?(?:[kKMBT]|mil|bn|mn)\b| and (?:an?|one|two)\b|[\s-]*(?:hal(?:f|ves)|thirds|tenths)\b"
+         r"| (?:hour|minute|day|week|year|dollar|pound|feet|yard|out of)s? (?:and )?\d"
+         rf"|[\s(-]*(?:[a-z]+ )?(?i:{'|'.join(SIZES)})")
 # A line that opens an echoed or an invented question. As in Question 2: How many
-QUESTION = re.compile(r"^[# \t]*(?:next |new )?(?:question|problem|q|human|user)[ #\d]*:", re.M | re.I)
+QUESTION = r"(?im)^[# \t]*(?:next |new )?(?:question|problem|q|human|user)[ #\d]*:"
 # A mark, not a heading: no word, no `2.` with a word, but in the last line. As in #### 28, #### Total: 28
-HASHES = re.compile(
-    r"(?<!#)#{4,}(?:(?!#|\s*(?:[A-Za-z]{2}|[A-Za-z] [a-z]|\d\d? ?(?:[.)-]\s+[A-Za-z]|:)))"
-    r"|\s*(?=about|approximately|at least|exactly|only)|(?!\s*(?i:note|check|verif|step))"
-    r"\s*[^\d\n#:=]{2,60}(?:[:=]|\b(?:is|are))(?=\W{0,4}\d[^\n#]{0,60}\s*\Z))")
-BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")  # what opens a box, as in \boxed {28}
-TAG = re.compile(r"<answer>(?=[^<]*</answer>)", re.I)  # a tag that is closed, as in <answer>28</answer>
-ADVERB = r"(?:(?:therefore|thus|hence|then|clearly|definitely|certainly|simply|indeed|obviously)\b,?\s*)?"
-# A statement. Bare `A:` only before a number: in arc it labels an option. As in The answer should be 28
-STATED = re.compile(
-    r"\banswer(?:,? (?:therefore|thus|then|hence),?)?(?:\s+(?:is|was|equals|(?:should|must|would|will) be)\b"
-    r"|\s*[:=])(?![:\s]*(?:not|correct|right|reasonable|consistent|valid|in)\b)[:\s]*"
-    rf"{ADVERB}|^A:(?=\s*\W{{0,3}}\d)", re.M | re.I)
-# Doubt in the statement behind it. As in I don't think the answer is 28; the wrong answer is 28
-DOUBT = re.compile(
-    r"(?:(?:n't|\bnot|\bnever) \w+|\b(?:doubt|wonder|whether|unclear|false|if))(?: that| if| whether)?(?: the"
-    r"| my)?(?: \w+)? ?\Z|\b(?:wrong|incorrect|first|previous|earlier|initial|worst|least \w+) \Z", re.I)
-STEP = re.compile(r"^\W{0,6}(?:step|part) (\d\d?)", re.M | re.I)  # withdraws the mark before it: Step 2
+HASHES = (r"(?<!#)#{4,}(?:(?!#|\s*(?:[A-Za-z]{2}|[A-Za-z] [a-z]|\d\d? ?(?:[.)-]\s+[A-Za-z]|:)))|"
+          r"(?!\s*(?i:note|check|verif|step))[^\d\n#:=]{2,60}(?:[:=]|\bis)(?=\W{0,4}\d[^\n#]{0,60}\s*\Z))")
+BOX = r"\\(?:boxed|fbox)\s*\{"  # what opens a box, as in \boxed {28}
+TAG = r"(?i)<answer>(?=[^<]*</answer>)"  # a tag that is closed, as in <answer>28</answer>
+# A statement; bare `A:` only before a number: in arc it labels an option. As in The answer should be 28
+STATED = (r"(?im)\b%s(?:,? (?:therefore|thus|then|hence),?)?(?:\s+(?:is|was|equals|(?:should|must|will) be)\b"
+          r":?|\s*[:=])(?!\s*(?:not|correct|right|reasonable|consistent|valid|in)\b)|^A:(?=\s*\W{0,3}\d)")
+# A statement in doubt, by its clause so far. As in I don't think the answer is 28; the wrong answer is 28
+DOUBT = (r"(?i)(?:n't|\b(?:not|never|doubt|wonder|whether|unclear|false|if|wrong|incorrect|first|previous"
+         r"|earlier|initial|worst|least)) [^.,:;!?\n]*\Z")
 # The end of the clause that answers. As in 12 pears, which is 3 more
-CLAUSE_END = re.compile(r"[;!?]|\.(?!\d)|,(?!\s*(?:-?\d|\(?(?:[A-E]|or|and)\b))")
+CLAUSE_END = r"[;!?]|\.(?!\d)|,(?!\s*(?:-?\d|\(?(?:[A-E]|or|and|but so)\b))"
 # A closing sentence with one of these decides nothing. As in Perhaps it is 28
-HEDGE = re.compile(
-    r"\?|\bI (?:can(?:not|.t)|don.t|do not)\b|\b(?:not |un)sure\b|\d,? or -?\$?\d|\b(?:either|maybe|perhaps"
-    r"|possibly|guess|candidates|so far)\b|\b(?:and|or|plus|minus|times|of|to|for)$", re.I)
-# arc: an option chosen in other words. As in I would pick (D); the best option is D; so D.; D is correct
-CHOSEN = re.compile(
-    r"\b(?:I|we)(?:'d|'ll| would| will)? (?:choose|chose|pick|select|go with) (?-i:(?!a\b))"
-    rf"|\b(?:option|choice|letter)(?: (?:is|(?:must|would) be)\b:?|:) ?{ADVERB}"
-    r"|\b(?:so|therefore|thus|hence|leaves|it(?: is|'s| must be))[,:]? (?:it (?:is|must be) |it's )?"
-    r"(?=(?:option |choice )?\W{0,2}(?-i:[A-E])\W{0,2}?(?:[.!\n]|$))"
-    r"|(?:^|[.!?:;] |\b(?:so|that|thus|hence|therefore|only|but),? |(?<!n't )(?<!not )\b(?:think|say) "
-    r"|(?<!or )(?<!and )(?<!not )(?<!if )(?<!neither )\b(?:option|choice|answer) )(?=\(?(?-i:[A-E])\)? (?:is"
-    r"|must be) (?:the )?(?:(?:correct|right|best) (?:answer|choice|option)|correct|right|answer)\b)",
-    re.I | re.M)
-# The chosen option, not `A or B`. As in the option (D); D; d)
-CHOICE = re.compile(
-    r"^(?i:(?:the )?(?:option|choice|letter) )?\W{0,5}(?:([A-E1-5])(?![\w'])|([a-e])(?=[).:]|\W{0,5}$))"
-    r"(?!\)?[\s,/&]*(?:or|and)\W+[A-E1-5]\b|[\s,/&]+[A-E1-5]\b|\)? (?:if|unless|is (?:not|wrong))\b"
-    r"|.*\([A-E1-5]\))")
-# An option without a statement, and one denied. As in which leaves (D); not (D); (D) is wrong
-LABEL = re.compile(r"\(([A-E1-5])\)|^[^\w\n]{0,5}(?:Option |Choice )?([A-E1-5])(?:[).:]|[^\w\n]*$)", re.M)
-DENIED = re.compile(
-    r"(?:n't|\b(?:not|nor|neither|never|out|except|but))(?: be)? (?:option )?\([A-E1-5]\)|\(?[A-E1-5]\) "
-    r"(?:is |was )?(?:not|wrong|incorrect|false|isn't|can't|cannot|doesn't|does not|fails)\b", re.I)
+HEDGE = (r"(?i)\?|^\W*if\b|\bI (?:can(?:not|.t)|don.t|do not)\b|\b(?:not |un)sure\b|\d,? or -?\$?\d|\b"
+         r"(?:either|maybe|perhaps|possibly|guess|so far)\b|\b(?:and|or|plus|minus|times|of|to|for)$")
+# arc: an option chosen in other words. As in I would pick (D); so D.; option D is correct
+CHOSEN = (r"(?im)\b(?:I|we)(?:'d|'ll| would| will)? (?:choose|chose|pick|select|go with) (?-i:(?!a\b))"
+          r"|\b(?:so|therefore|thus|hence|leaves|it(?: is|'s| must be))[,:]? (?:it(?: is|'s| must be) )?"
+          r"(?=(?:option |choice )?\W{0,2}(?-i:[A-E])\W{0,2}?(?:[.!\n]|\Z))"
+          r"|(?:^|[.!?:;,] |\b(?:so|that|thus|hence|therefore|but|only|I think),? )(?:option |answer )?"
+          r"(?=\(?(?-i:[A-E])\)? (?:is|must be) (?:the )?(?:correct|right|answer|best (?:choice|option))\b)")
+# The chosen option, not `A or B`. As in the option (D); therefore D; d)
+CHOICE = (r"^(?i:(?:(?:therefore|thus|hence|clearly),?\s+)?(?:(?:the )?(?:option|choice|letter) )?)\W{0,5}"
+          r"(?:([A-E1-5])(?![\w'])|([a-e])(?=[).:]|\W{0,5}$))(?!\)?[\s,/&]*(?:or|and)\W+[A-E1-5]\b"
+          r"|[\s,/&]+[A-E1-5]\b|\)? (?:if|unless|is (?:not|wrong))\b|.*(?:\([A-E1-5]\)|\bso is\b))")
+# An option without a statement, as in which leaves (D); and what forbids to take it, as in not (D)
+LABEL = r"(?m)\(([A-E1-5])\)|^[^\w\n]{0,5}(?:Option |Choice )?([A-E1-5])(?:[).:]|[^\w\n]*$)"
+DENIED = r"(?i)n't|\b(?:not|nor|neither|never|cannot|except|but|wrong|incorrect|false|fails)\b"
 # `x =` in front and a unit behind. As in f(x) = 5 cm^2
-EXTRAS = re.compile(
-    r"^\\?[a-zA-Z]\w{0,20}(?:\(\w\))? ?= ?(?=[^=]+$)|(?<=[\d}]) (?:[a-zA-Z]{2,20}(?: [a-zA-Z]{2,20}){0,2}"
-    r"|[mgsLJNVWC])(?:/[a-z]+)?(?:\^\d)?$")
-# Signs and their plain spelling, as ≤ for \le
-SIGNS = {"−": "-", "–": "-", "⁄": "/", "×": r"\cdot ", "·": r"\cdot ", "⋅": r"\cdot ", "≤": r"\le ",
-         "≥": r"\ge ", "≠": r"\ne ", "π": r"\pi ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ",
-         "∈": r"\in ", "±": r"\pm ", "…": r"\ldots ", "½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4",
-         "¾": "3/4", "⅕": "1/5", "⅛": "1/8"}
-RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+EXTRAS = (r"^\\?[a-zA-Z]\w{0,20}(?:\(\w\))? ?= ?(?=[^=]+$)|(?<=[\d}]) (?:[a-zA-Z]{2,20}"
+          r"(?: [a-zA-Z]{2,20}){0,2}|[mgsLJNVWC])(?:/[a-z]+)?(?:\^\d)?$")
+SIGNS = {"×": "cdot", "·": "cdot", "⋅": "cdot", "≤": "le", "≥": "ge", "≠": "ne", "π": "pi", "∞": "infty",
+         "∪": "cup", "∩": "cap", "∈": "in", "±": "pm", "…": "ldots"}
 # One spelling where LaTeX and prose have several, in this order. As in \dfrac12 and ½, which are 1/2
 LATEX = [(re.compile(pattern), new) for pattern, new in (
-    (r"[⁰¹²³⁴-⁹⁻]+", lambda raised: f"^{{{raised[0].translate(RAISED)}}}"), (r"[₀-₉]", "_"),
-    (r"[$€£] ?([\d.,]*\d) ?m\b(?! ?[-+*/^=$])", r"\1 million"), (r"(?<=\d)\*\*(?=\d)", "^"),
+    (r"([⁰¹²³⁴-⁹⁻]+)", r"^{\1}"), (r"(?<=\d)(?=[½⅓⅔¼¾⅕⅛])", " "), (r"(?<=\d) and (?:a|one) half\b", " 1/2"),
+    (r"[⁰¹²³⁴-⁹⁻½⅓⅔¼¾⅕⅛]", lambda sign: unicodedata.normalize("NFKC", sign[0])), (r"[−–]", "-"), (r"⁄", "/"),
+    (r"[$€£] ?([\d.,]*\d) ?m\b(?! ?[-+*/^=$])", r"\1 million"), (r"\{,\}", ","), (r"\\times", r"\\cdot"),
     (r"(?<![\w)*_])[*_]([-+$\d.,%]+)[*_](?![\w*_])", r"\1"), (r">=", "≥"), (r"<=", "≤"), (r"!=", "≠"),
-    (r"\\[dtc]frac", r"\\frac"), (r"\\[dt]binom", r"\\binom"), (r"\\times", r"\\cdot"), (r"\{,\}", ","),
+    (f"[{''.join(SIGNS)}]", lambda sign: rf"\{SIGNS[sign[0]]} "), (r"\\[dtc](frac|binom)", r"\\\1"),
     (r"\\(le|ge|ne)q(?:slant|q)?(?![a-zA-Z])", r"\\\1 "), (r"\\[cl]?dots[cbm]?(?![a-zA-Z])", r"\\ldots"),
-    (r"(?<=\d) and (?:a|one) half\b", "½"), (r"(?<=\d)(?=[½⅓⅔¼¾⅕⅛])", " "),
-    (f"[{''.join(SIGNS)}]", lambda sign: SIGNS[sign[0]]),
     (r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox) ?\{([^{}]*)\}", r" \1"),
     (r"\\(?:(?:display|text)style|limits|[bB]igg?[lr]?|left|right|boxed)(?![a-zA-Z])|\\! ?|\\?[$%€£]"
      r"|(?<!\\)\\[()\[\]]|\^\{?\\(?:circ|degree)\}?|°", ""), (r"(?<!\\)\\[,;: ]|~|\\q?quad\b", " "),
@@ -323,16 +289,14 @@ LATEX = [(re.compile(pattern), new) for pattern, new in (
      lambda size: rf"\cdot10^{SIZES[size[1].lower()]}"))]
 
 def verify(completion: str, gold: str, kind: str) -> int:
-    r"""1 if the reply's final answer is the gold one, else 0; linear time, never raises. kind as in FINISH.
+    r"""1 if the reply's final answer is the gold one, else 0; linear time, never raises. kind: see FINISH.
 
-    1. <think> blocks and an echoed `Question:` are dropped; an invented next question ends the text.
-    2. The LAST mark counts: `####` (no heading), \boxed{}, <answer>, "The answer is", in arc also "I choose".
-       If it is empty, cut off, undecided (5 or 7) or followed by "Step 2", nothing earlier is tried instead.
-    3. Without any: gsm8k and svamp take the last number of the closing sentence unless that hedges, asks or
-       breaks off; arc takes the only option label in the reply. math always wants a box.
-    4. Numbers are exact fractions: 48.0 = 48, 3/4 = 0.75, 35% = 35, 18k = 18000, but 0.33 is not 1/3.
-    5. math: equal numbers, else equal LaTeX in one spelling; `x =` and units may be lacking on one side.
-    6. A gold that cannot be read (empty, or words for gsm8k) gives 0 to every reply.
+    The LAST mark counts: `####` (no heading), \boxed{}, <answer>, "The answer is", in arc also "I choose". If
+    it is empty, cut off, doubted or undecided (5 or 7), nothing earlier is tried instead. Without any, gsm8k
+    and svamp take the last number of the closing sentence unless that hedges, asks or breaks off; arc the
+    only option label of the reply; math always wants a box. Numbers are exact: 48.0 = 48, 35% = 35, 18k =
+    18000, but 0.33 is not 1/3. math: equal numbers, else equal LaTeX in one spelling; `x =` and units may
+    lack on one side. A gold that cannot be read (empty, or words for gsm8k) gives 0 to every reply.
     """
     judges = dict.fromkeys(FINISH, _same_number) | {"math": _same_math, "arc": _same_choice}
     return int(judges[kind](_own_words(str(completion)), str(gold).strip()))
@@ -341,7 +305,8 @@ def _own_words(text):
     """The reply without reasoning, calculator marks, bold, echoed question and invented next question."""
     text = re.sub(r"(?is)<think>.*?(?:</think>|\Z)|\A(?:(?!<think>).)*?</think>", "", text)
     text = re.sub(r"<<[^<>\n]*>>|</?(?:b|strong|i|em|code)>", "", text.replace("’", "'"))
-    first, *later = QUESTION.split(re.sub(r"(?<!\d)\*\*|\*\*(?!\d)", "", text))  # 2**3 is a power, not bold
+    text = re.sub(r"(?<!\d)\*\*|\*\*(?!\d)", "", text)  # 2**3 is a power, not bold
+    first, *later = re.split(QUESTION, text)
     return first if first.strip() or not later else re.split(r"[?\n]", later[0] + "\n", maxsplit=1)[1]
 
 def _box(text):
@@ -354,44 +319,44 @@ def _box(text):
     return ""
 
 def _marked(text, *patterns):
-    """First clause behind the last mark (rule 2), None without: `12 pears`, not `which is 3 more than 9`."""
+    """First clause behind the last mark, None without: `12 pears`, not `which is 3 more than 9`."""
     numbers = re.findall(r"####\s*(\d+)", text)
     if len(numbers) < 2 or numbers != [str(n + 1) for n in range(len(numbers))]:  # 1, 2, 3 are headings
         patterns = (HASHES, *patterns)
-    marks = [mark for pattern in (BOX, TAG, STATED, *patterns) for mark in pattern.finditer(text)]
-    marks.sort(key=lambda mark: mark.end())
-    doubted = [mark for mark in marks[-9:] if DOUBT.search(text[max(0, mark.start() - 60):mark.start()])
-               or re.search(r"(?i)\bif\b[^.!?\n]*would be\b", text[max(0, mark.start() - 60):mark.end()])]
-    while marks and marks[-1] in doubted:
-        marks.pop()
-    step = marks and STEP.search(text, marks[-1].end())
-    if not marks or (step and step[1] != "1"):
-        return "" if doubted and not marks else None
-    phrase = text[marks[-1].end():].partition("</answer>")[0]
-    line = _latex((_box(phrase) if marks[-1].re is BOX else phrase).strip().split("\n", 1)[0])
-    clause = CLAUSE_END.split(line, maxsplit=1)[0]
+    marks = [mark for pattern in (BOX, TAG, *patterns) for mark in re.finditer(pattern, text)]
+    marks.sort(key=re.Match.end, reverse=True)
+    sure = (mark for mark in marks if not re.search(DOUBT, text[max(0, mark.start() - 60):mark.start()]))
+    last = next(sure, None)
+    if last is None:
+        return "" if marks else None
+    rest = text[last.end():]
+    step = re.search(r"(?im)^\W{0,6}(?:step|part) (\d\d?)", rest)
+    if step and step[1] != "1":  # Step 2 withdraws the mark before it
+        return None
+    rest = _box(rest) if last.re.pattern == BOX else rest.partition("</answer>")[0]
+    line = _latex(rest.strip().split("\n", 1)[0])
+    clause = re.split(CLAUSE_END, line, maxsplit=1)[0]
     return "" if line[len(clause):].startswith("?") else clause.strip()
 
 def _closing(text):
     """Last sentence; "" if it hedges, is a heading, or ends neither in a stop nor a number with unit."""
-    text = re.split(r"(?im)^#+\s*(?:check|verif)", text)[0]
-    line = text.strip().rsplit("\n", 1)[-1]
+    line = re.split(r"(?im)^#+\s*(?:check|verif)", text)[0].strip().rsplit("\n", 1)[-1]
     sentence = re.sub(r"^\W{0,9}\d{1,2}\)\s", "", re.split(r"(?<=[.!?])\s+", line)[-1])  # 2) numbers a list
     ended = re.search(r"(?:[.!]|\d\S*(?: \w+)?)\W*$", sentence[-60:])  # all of it: quadratic time
-    heading = line.startswith("#") and not re.match(r"#+\s*(?!step|part)[a-z].*[.!]\Z", line, re.I)
-    return "" if heading or not ended or HEDGE.search(sentence) else _latex(sentence)
+    return "" if line.startswith("#") or not ended or re.search(HEDGE, sentence) else _latex(sentence)
 
 def _same_number(text, gold):
     """gsm8k, svamp: the first number behind the mark, or else the last one of the closing sentence."""
-    marked = _marked(text)
+    marked = _marked(text, STATED % "answer")
     clause = (_closing(text) if marked is None else marked).rpartition("=")[2]
-    clause = re.sub(r"(?<=\d)(k|K|M|mn|B|bn|T)\b", lambda size: rf"\cdot10^{LETTERS[size[1]]}", clause)
-    clause = re.sub(r"(?<=[a-z])\^\d", "", clause)  # cm^3
-    found = list(NUMBER.finditer(clause))[slice(-1, None) if marked is None else slice(1)]
-    alone = [number[0] for number in found if not AFTER.match(clause, number.end())
-             and not BEFORE.search(clause[:number.start()][-30:])]
-    value = _value(_latex(gold))
-    return value is not None and [value] == [_value(number) for number in alone]
+    for letters, tens in ("kK", 3), ("M", 6), ("B", 9):  # 18k; in math k is a variable
+        clause = re.sub(rf"(?<=\d)[{letters}]\b", rf"\\cdot10^{tens}", clause)
+    found = list(NUMBER.finditer(clause))
+    if not found:
+        return False
+    number, value = found[-1 if marked is None else 0], _value(_latex(gold))
+    piece = re.match(AFTER, clause[number.end():]) or re.search(BEFORE, clause[:number.start()][-30:])
+    return not piece and value is not None and value == _value(number[0])
 
 def _value(text):
     """Exact value of a number, else None; also for x/0 and lengths that take int() seconds."""
@@ -413,9 +378,9 @@ def _latex(text):
 
 def _same_math(text, gold):
     """math: the last box holds the same number, else the same text; spaces count only between digits."""
-    *_, box = BOX.split(text)
-    sides = [_latex(_box(box)) if box is not text else "", _latex(gold)]
-    bare = [EXTRAS.sub("", side) for side in sides]
+    *before, box = re.split(BOX, text)
+    sides = [_latex(_box(box)) if before else "", _latex(gold)]
+    bare = [re.sub(EXTRAS, "", side) for side in sides]
     if bare[0] == sides[0] or bare[1] == sides[1]:  # both name a variable or a unit: it must be the same
         sides = bare
     values = [_value(side) for side in sides]
@@ -424,35 +389,37 @@ def _same_math(text, gold):
 
 def _same_choice(text, gold):
     """arc: the label behind the mark, or else the only one of the reply; digits where the gold is a digit."""
-    marked = _marked(text, CHOSEN)
-    found = LABEL.findall(DENIED.sub("", text)) if marked is None else CHOICE.findall(marked)
+    marked = _marked(text, STATED % "(?:answer|option|choice|letter)", CHOSEN)
+    if marked is None and re.search(DENIED, text):
+        return False
+    found = re.findall(LABEL, text) if marked is None else re.findall(CHOICE, marked)
     return {(a or b).upper() for a, b in found if (a or b).isdigit() == gold.isdigit()} == {gold.upper()}
 
 def group_advantages(rewards, group_size, std="unbiased", eps=1e-4):
     """A_i = (r_i - mean) / (std + eps) within each group of `group_size` consecutive rows [M3 eq 2].
 
-    rewards [B] -> [B] float32. std: "unbiased" (the paper's printed advantages fit only this), "population", "none"
-    (centre only, as Dr. GRPO). An all-equal group gets exactly 0, never 0/eps. |A| stays below sqrt(G).
-    Errors: ValueError for G < 2 (a group of one has no spread), B not a multiple of G, or a reward that is not finite.
+    rewards [B] -> [B] float32, |A| < sqrt(G). std: "unbiased" (the only one that fits the paper's printed
+    advantages), "population", "none" (centre only, as Dr. GRPO). An all-equal group gets 0, never 0/eps.
+    ValueError: G < 2 (a group of one has no spread), B not a multiple of G, a reward that is not finite.
     """
     if group_size < 2 or len(rewards) % group_size:
         raise ValueError(f"{len(rewards)} rewards do not make groups of {group_size} (at least 2)")
-    if not torch.isfinite(rewards).all():
-        raise ValueError(f"reward of row {int((~torch.isfinite(rewards)).nonzero()[0])} is not a finite number")
+    odd = (~torch.isfinite(rewards)).nonzero()
+    if len(odd):
+        raise ValueError(f"reward of row {int(odd[0])} is not a finite number")
     r = rewards.float().view(-1, group_size)  # [P, G]
     advantages = r - r.mean(1, keepdim=True)
     if std != "none":
         advantages = advantages / (r.std(1, keepdim=True, correction=1 if std == "unbiased" else 0) + eps)
-    equal = (r == r[:, :1]).all(1, keepdim=True)
-    return torch.where(equal, 0.0, advantages).flatten()
+    return torch.where((r == r[:, :1]).all(1, keepdim=True), 0.0, advantages).flatten()
 
-# --- 4. Scores: the same response tokens, read after the student's prompt and after the teacher's --------------------
+# --- 4. Scores: the same response tokens, read after the student's prompt and after the teacher's -----------
 
 def split_head(model):
     """(backbone, head) of a causal LM: head(backbone(ids).last_hidden_state) is model(ids).logits.
 
-    head is the output layer itself, or for soft-capped (Gemma-2) and scaled (Cohere, Granite) logits a function around
-    it. It is tried out here on 8 random ids. ValueError where the logits are neither.
+    head: the output layer, or it and the soft cap (Gemma-2) or scale (Cohere, Granite). Tried out on 8 random
+    ids; ValueError where the logits are something else.
     """
     config, layer = model.config.get_text_config(), model.get_output_embeddings()
     cap = getattr(config, "final_logit_softcapping", None)
@@ -463,21 +430,19 @@ def split_head(model):
         return cap * torch.tanh(logits / cap) if cap else logits
 
     backbone, head = model.base_model, bent if cap or scale != 1 else layer
-    ids = torch.randint(config.vocab_size, (1, 8), generator=torch.Generator().manual_seed(0)).to(model.device)
+    ids = torch.randint(config.vocab_size, (1, 8), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(model.device)
     with torch.no_grad():
         want = model(input_ids=ids).logits.float()
         ours = head(backbone(input_ids=ids).last_hidden_state).float()
     close = 8 * torch.finfo(model.dtype).eps * want.abs().max()
     if want.shape != ours.shape or (want - ours).abs().max() > close:
-        raise ValueError(f"{type(model).__name__}: its logits are not its output layer's, nor those soft-capped or scaled")
+        raise ValueError(f"{type(model).__name__}: its logits are not its output layer's, capped or scaled")
     return backbone, head
 
 def join(prompts, tokens, mask, pad_id=0):
-    """B prompts (lists of ids) and their replies [B, N] side by side -> ids, attention, positions, each [B, L+N] long.
-
-    Prompts are padded on the left and replies on the right, so replies are the last N columns, and the logits that
-    predict reply token n stand in column L-1+n.
-    """
+    """B prompts (lists of ids) and replies [B, N] side by side -> ids, attention, positions [B, L+N] long.
+    The logits that predict reply token n stand in column L-1+n."""
     ids, attention, _ = left_pad(prompts, pad_id, tokens.device)
     attention = torch.cat([attention, mask.long()], 1)
     return torch.cat([ids, tokens], 1), attention, (attention.cumsum(-1) - 1).clamp(min=0)
@@ -485,51 +450,53 @@ def join(prompts, tokens, mask, pad_id=0):
 def hidden_states(backbone, prompts, tokens, pad_id=0, share=True):
     """Hidden states h [B, N, d] from which the head predicts tokens[b, n], given prompts[b] + tokens[b, :n].
 
-    prompts: B lists of ids, in any order. tokens [B, N], right-padded. Only `prompts` differs between student and
-    teacher, so no two tokens can slip out of step. share=False reads the prompt once per row, without a cache: slower,
-    equal, and what gradient checkpointing needs.
+    tokens [B, N], right-padded. Only `prompts` (B lists of ids) differs between student and teacher: no two
+    tokens slip out of step. share=False reads a prompt once per row, without a cache, for checkpointing.
     """
     if not share:
-        ids, attention, positions = (x[:, :-1] for x in join(prompts, tokens, torch.ones_like(tokens), pad_id))
+        joined = join(prompts, tokens, torch.ones_like(tokens), pad_id)
+        ids, attention, positions = (x[:, :-1] for x in joined)
         out = backbone(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False)
         return out.last_hidden_state[:, -tokens.shape[1]:]
-    # Each distinct prompt is read once; its cache is copied to its rows, and gradients flow back through the copies.
-    # All but its last id goes into the cache; that one predicts response position 0.
+    # Each distinct prompt is read once, up to its last id, which predicts response position 0. Its cache is
+    # copied to its rows, and gradients flow back through the copies.
     place = {}
-    which = torch.tensor([place.setdefault(tuple(p), len(place)) for p in prompts], device=tokens.device)  # [B]
+    which = [place.setdefault(tuple(prompt), len(place)) for prompt in prompts]
+    which = torch.tensor(which, device=tokens.device)  # [B]
     ids, attention, positions = left_pad(list(place), pad_id, tokens.device)  # [P, L]
     name, cache = cache_name(backbone), None
     if ids.shape[1] > 1:
-        cache = backbone(input_ids=ids[:, :-1], attention_mask=attention[:, :-1], position_ids=positions[:, :-1],
-                         use_cache=True)[name]
-        for layer in cache.layers:  # not by [which]: on a CPU its gradient adds up in any order, no run is like the next
-            layer.keys, layer.values = layer.keys.index_select(0, which), layer.values.index_select(0, which)
+        cache = backbone(input_ids=ids[:, :-1], attention_mask=attention[:, :-1],
+                         position_ids=positions[:, :-1], use_cache=True)[name]
+        for layer in cache.layers:  # not [which]: on a CPU its gradient adds up in any order
+            layer.keys, layer.values = (x.index_select(0, which) for x in (layer.keys, layer.values))
     # Right padding needs no mask: attention is causal, and padded positions are thrown away by the caller.
     attention = F.pad(attention[which], (0, tokens.shape[1] - 1), value=1)  # [B, L-1+N]
     positions = positions[which, -1:] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, N]
-    return backbone(input_ids=torch.cat([ids[which, -1:], tokens[:, :-1]], 1), attention_mask=attention,
-                    position_ids=positions, use_cache=cache is not None, **{name: cache}).last_hidden_state
+    ids = torch.cat([ids[which, -1:], tokens[:, :-1]], 1)
+    out = backbone(input_ids=ids, attention_mask=attention, position_ids=positions,
+                   use_cache=cache is not None, **{name: cache})
+    return out.last_hidden_state
 
 def token_weights(mask, total_rows, total_tokens=None):
-    """What every token's residual is multiplied by, so that plain sums are the means of eqs 1 and 2.
+    """What every token's residual is multiplied by, so that plain sums are the means of eqs 1 and 2: [B, N].
 
-    mask [B, N] bool -> [B, N] float32. Default: 1/N_i per response, then the mean over total_rows responses. With
-    total_tokens: one mean over all tokens. Totals are the whole step's: a micro-batch that divided by its own count
-    would weigh its tokens differently from its neighbour's.
+    1/N_i per response over total_rows; with total_tokens one mean over all tokens. Totals are the step's:
+    a micro-batch that divided by its own would weigh its tokens differently.
     """
     weights = mask.float()
     if total_tokens is not None:
         return weights / max(total_tokens, 1)
     return weights / weights.sum(1, keepdim=True).clamp(min=1) / total_rows
 
-# --- 5. Residuals: exact gradients in the student's logits -----------------------------------------------------------
+# --- 5. Residuals: exact gradients in the student's logits --------------------------------------------------
 
 def log_softmax(logits):
     """In float32 at least: bf16 log-probabilities are off by up to 0.1 per token."""
     return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
 
 def log_ratio(log_p, log_q):
-    """log p - log q, and 0 where p = 0: a padded vocabulary holds -inf on both sides, and -inf + inf is NaN."""
+    """log p - log q, and 0 where p = 0: a padded vocabulary has -inf on both sides, and -inf + inf is NaN."""
     return torch.where(log_p > -math.inf, log_p - log_q, 0.0)
 
 def kl(log_p, log_q):
@@ -541,19 +508,18 @@ def log_mixture(log_ps, log_pt, lam):
     return torch.logaddexp(log_pt + math.log(lam), log_ps + math.log1p(-lam))
 
 def likeliest(log_ps, log_pt, k):
-    """VLS's top-k: weights q of the student's k likeliest tokens, their log-ratio (not renormalised), their ids."""
+    """VLS's top-k: q log(p_S / p_T) of the student's k likeliest tokens, q its weights there; their ids."""
     top, index = log_ps.topk(min(k, log_ps.shape[-1]))
-    return top.softmax(-1), log_ratio(top, log_pt.gather(-1, index)), index
+    return top.softmax(-1) * log_ratio(top, log_pt.gather(-1, index)), index
 
 def divergence(student_logits, teacher_logits, kind="jsd", lam=0.5, k=16):
-    """Divergence of teacher and student per position, in nats. logits [..., V] -> [...] float32 (float64 stays).
+    """Divergence of teacher and student per position, in nats. logits [..., V] -> [...] float32 (or float64).
 
-    kind: "fkl"  KL(p_T||p_S)
-          "rkl"  KL(p_S||p_T)
-          "jsd"  D_lam = lam KL(p_T||m) + (1-lam) KL(p_S||m), m = lam p_T + (1-lam) p_S   [M3 eq 1], 0 < lam < 1.
-                 Equals TRL's beta = lam inside (0, 1); D_lam -> 0 at both ends, TRL's ends are fkl and rkl instead.
-          "rkl-topk"  [VLS eq 3.2]: the student's k likeliest tokens, its weights renormalised there, the log-ratio
-                 not. This is no KL and can be negative; it is reported raw.
+    fkl: KL(p_T||p_S); rkl: KL(p_S||p_T).
+    jsd: lam KL(p_T||m) + (1-lam) KL(p_S||m), m = lam p_T + (1-lam) p_S, 0 < lam < 1 [M3 eq 1]. TRL's with
+    beta = lam, but 0 at both ends, where TRL has fkl and rkl.
+    rkl-topk: sum of q log(p_S / p_T) over the student's k likeliest tokens, q its weights renormalised there
+    [VLS eq 3.2]. No KL: it can be negative.
     """
     log_ps, log_pt = log_softmax(student_logits), log_softmax(teacher_logits)
     if kind == "fkl":
@@ -564,16 +530,14 @@ def divergence(student_logits, teacher_logits, kind="jsd", lam=0.5, k=16):
         log_m = log_mixture(log_ps, log_pt, lam)
         return lam * kl(log_pt, log_m) + (1 - lam) * kl(log_ps, log_m)
     if kind == "rkl-topk":
-        q, ratio, _ = likeliest(log_ps, log_pt, k)
-        return (q * ratio).sum(-1)
+        return likeliest(log_ps, log_pt, k)[0].sum(-1)
     raise ValueError(f"unknown divergence {kind!r}")
 
 def distill_residual(student_logits, teacher_logits, kind="fkl", lam=0.5, tau=None, k=16):
     """delta_D = d divergence / d student_logits, in closed form. logits [..., V] -> [..., V]; rows sum to 0.
 
-    rkl-topk is the exception: VLS descend q.r with the weights q detached, the mean of a top-k advantage.
-    Near agreement the jsd residual is lam (1-lam) times the fkl one: a quarter of it at lam = 1/2.
-    tau: positions whose divergence (the sum over V) is above tau give exactly 0, the gradient of min(D, tau) [eq 1].
+    Near agreement the jsd residual is lam (1-lam) times fkl's: a quarter of it at lam = 1/2. tau: positions
+    whose divergence (the sum over V) is above tau give exactly 0, the gradient of min(D, tau) [eq 1].
     """
     log_ps, log_pt = log_softmax(student_logits), log_softmax(teacher_logits)
     p_s = log_ps.exp()
@@ -584,9 +548,9 @@ def distill_residual(student_logits, teacher_logits, kind="fkl", lam=0.5, tau=No
     elif kind == "jsd":
         log_m = log_mixture(log_ps, log_pt, lam)
         delta = (1 - lam) * p_s * (log_ratio(log_ps, log_m) - kl(log_ps, log_m)[..., None])
-    elif kind == "rkl-topk":  # the weights q are held fixed [VLS App. E, H.2]: exactly 0 at agreement, autograd of the value is not
-        q, ratio, index = likeliest(log_ps, log_pt, k)
-        delta = (-(q * ratio).sum(-1, keepdim=True) * p_s).scatter_add(-1, index, q * ratio)
+    elif kind == "rkl-topk":  # VLS hold q fixed [App. E, H.2]: 0 at agreement, unlike the value's gradient
+        terms, index = likeliest(log_ps, log_pt, k)
+        delta = (-terms.sum(-1, keepdim=True) * p_s).scatter_add(-1, index, terms)
     else:
         raise ValueError(f"unknown divergence {kind!r}")
     if tau is not None:
@@ -596,32 +560,29 @@ def distill_residual(student_logits, teacher_logits, kind="fkl", lam=0.5, tau=No
 def reward_residual(student_logits, tokens, advantages):
     """delta_R = -A (e_y - p_S) [eq 5]: descending it lifts the sampled token when A > 0.
 
-    student_logits [B, N, V], tokens [B, N], advantages [B] (one per response) or [B, N] (one per token) -> [B, N, V].
+    student_logits [B, N, V], tokens [B, N], advantages [B] (per response) or [B, N] (per token) -> [B, N, V].
     """
-    # Axes are added on the right by hand: with B == N, plain broadcasting would weigh columns instead of rows.
+    # Axes are added on the right by hand: with B == N, plain broadcasting would weigh columns, not rows.
     advantage = advantages.reshape(advantages.shape + (1,) * (student_logits.dim() - advantages.dim()))
     p_s, y = log_softmax(student_logits).exp(), tokens[..., None]
-    # no one-hot e_y: it would be a third [B, N, V]
+    # No one-hot e_y: it would be a third [B, N, V].
     return advantage * p_s.scatter_add(-1, y, torch.full_like(y, -1, dtype=p_s.dtype))
 
 def normalize(residual, eps):
-    """delta / (||delta|| + eps) over the vocabulary [eq 10]. [..., V] -> [..., V], norms in [0, 1); 0 stays 0.
+    """delta / (||delta|| + eps) over the vocabulary [eq 10]. [..., V] -> [..., V], norms below 1; 0 stays 0.
 
-    eps is a real hyper-parameter, in units of a residual's norm (fkl's: 0 .. sqrt 2, the reward's: times |A|): far below
-    it residuals stay small, far above it they become unit vectors. 1e-8 lifts a token with ||delta|| = 1e-4 to the
-    force of one with 1.
+    eps is a real hyper-parameter, in units of a residual's norm (fkl's: 0 .. sqrt 2, reward's: times |A|).
+    Far above it residuals become unit vectors: 1e-8 lifts ||delta|| = 1e-4 to the force of 1.
     """
     return residual / (residual.norm(dim=-1, keepdim=True) + eps)
 
 def isotropic_kernel(delta_D, delta_R):
-    """K_DR(n) and cos phi_n for J^T J ~ 1 [M3 App. I, AA]: the output head's own part up to ||h_n||^2 > 0.
-
-    delta_D, delta_R [..., V] -> [...], [...]. No model is asked. Good for the sign, not for the size; 0 where a residual is.
-    """
+    """K_DR(n), cos phi_n for J^T J ~ 1 [M3 App. I, AA]: the head's own part up to ||h_n||^2.
+    delta_D, delta_R [..., V] -> [...], [...]; 0 where a residual is 0."""
     K = (delta_D * delta_R).sum(-1)
     return K, K / (delta_D.norm(dim=-1) * delta_R.norm(dim=-1)).clamp(min=1e-12)
 
-# --- 6. Methods: one function each, (signals, settings) -> seed [T, V], alpha [T] or a number --------------------------
+# --- 6. Methods: one function each, (signals, settings) -> seed [T, V], alpha [T] or a number ---------------
 
 class Settings(NamedTuple):
     """What a method may be told, by the papers' letters. train.py has a flag for each."""
@@ -631,7 +592,7 @@ class Settings(NamedTuple):
     eps: float = 0.1  # see normalize
     eta_in: float = 0.1  # M3-EG: length of the inner step [eq 15], not a multiple of the learning rate
     eg_gate: str = "select"  # M3-EG keeps the boundary gate [App. E.1]; or "soft"
-    zero_advantage: str = "teacher"  # tokens of all-equal groups have K = 0: the teacher may speak there; or "skip"
+    zero_advantage: str = "teacher"  # who speaks where A = 0, so K = 0 (all-equal groups); or "skip"
     divergence: str = "jsd"  # of eq 1; M3's own residual is always fkl's [eq 9]
     lam: float = 0.5  # of the jsd
     tau: float | None = None  # clip of a token's divergence in nats [eq 1]
@@ -643,15 +604,16 @@ class Settings(NamedTuple):
 DEFAULTS = Settings()
 
 class Signals:
-    """What is known of T response tokens; each is computed when first asked for, so GRPO never runs the teacher."""
+    """What is known of T response tokens, computed when first asked for: GRPO never runs the teacher."""
     def __init__(self, micro, chunk):
         self.micro, self.chunk, self.settings = micro, chunk, micro.settings
         self.tokens, self.row = micro.tokens[chunk], micro.row[chunk]  # y [T]; the token's row in the batch
         self.advantages, self.weights = micro.advantages[chunk], micro.weights[chunk]  # A; 1/N of eqs 1 and 2
         self.logits = self.tempered(micro.student[1](micro.leaf[chunk]))  # [T, V], with a graph
         self.z_S = self.logits.detach()
-    def tempered(self, logits):
-        return logits.float() / self.settings.temperature if self.settings.temperature != 1 else logits.float()
+    def tempered(self, logits):  # no copy at temperature 1
+        temperature, logits = self.settings.temperature, logits.float()
+        return logits if temperature == 1 else logits / temperature
     @functools.cached_property
     def z_T(self):
         with torch.no_grad():
@@ -659,13 +621,6 @@ class Signals:
     @functools.cached_property
     def delta_R(self):  # eq 5
         return reward_residual(self.z_S, self.tokens, self.advantages)
-    @functools.cached_property
-    def divergence(self):  # [T], eq 1 before its clip
-        raw = divergence(self.z_S, self.z_T, self.settings.divergence, self.settings.lam)
-        return raw * self.settings.distill_scale
-    @functools.cached_property
-    def clipped(self):  # [T] bool
-        return self.divergence >= (self.settings.tau or math.inf) * self.settings.distill_scale
     @functools.cached_property
     def delta_D(self):  # eq 9: p_S - p_T
         return self.teacher_residual("fkl")
@@ -676,15 +631,23 @@ class Signals:
         scale = self.settings.distill_scale * ~self.clipped[:, None]  # a clipped token gives exactly 0
         return scale * distill_residual(self.z_S, self.z_T, kind, self.settings.lam)
     @functools.cached_property
-    def conflict(self):  # K_DR(n) and cos phi_n [T]; a kernel of ntk.py runs on the whole micro-batch, once
+    def divergence(self):  # [T], eq 1 before its clip
+        raw = divergence(self.z_S, self.z_T, self.settings.divergence, self.settings.lam)
+        return raw * self.settings.distill_scale
+    @functools.cached_property
+    def clipped(self):  # [T] bool
+        return self.divergence >= (self.settings.tau or math.inf) * self.settings.distill_scale
+    @functools.cached_property
+    def conflict(self):  # K_DR(n), cos phi_n [T]; a kernel of ntk.py runs on the whole micro-batch, once
         if self.micro.kdr is None:
             return isotropic_kernel(self.delta_D, self.delta_R)
         return [x[self.chunk] for x in self.micro.conflict]
     def columns(self, alpha, look):
-        """What a log needs, name -> [T]. Of teacher and conflict what was computed anyway; look: K_DR in any case."""
+        """For a log: name -> [T]; of teacher and conflict what is there already. look: K_DR in any case."""
         log_ps = log_softmax(self.z_S)
-        seen = dict(row=self.row, weight=self.weights, advantage=self.advantages, norm_R=self.delta_R.norm(dim=-1),
-                    logp=log_ps.gather(-1, self.tokens[:, None])[:, 0], alpha=torch.zeros_like(self.weights) + alpha,
+        seen = dict(row=self.row, weight=self.weights, advantage=self.advantages,
+                    norm_R=self.delta_R.norm(dim=-1), alpha=torch.zeros_like(self.weights) + alpha,
+                    logp=log_ps.gather(-1, self.tokens[:, None])[:, 0],
                     entropy=torch.special.entr(log_ps.exp()).sum(-1))
         if look or "conflict" in vars(self):
             seen["K"], seen["cos"] = self.conflict
@@ -706,7 +669,7 @@ def hybrid(s, f):
 
 def rlsd(s, f):
     """reward, its size scaled per token by the teacher: by 10 % at most, fading out over 60 steps"""
-    # A_n = A [(1 - lam) + lam clip(w, 0.8, 1.2)], w = (p_T(y) / p_S(y))^sign(A): the sign stays the verifier's
+    # A_n = A [(1 - lam) + lam clip(w, 0.8, 1.2)], w = (p_T(y) / p_S(y))^sign(A): A keeps its sign
     lam = 0.5 * max(0.0, 1 - (f.step - 1) / 60)
     logp_T, logp_S = (log_softmax(z).gather(-1, s.tokens[:, None])[:, 0] for z in (s.z_T, s.z_S))
     ratio = (s.advantages.sign() * (logp_T - logp_S)).exp().clamp(0.8, 1.2)
@@ -743,32 +706,32 @@ def m3_eg(s, f):
     return alpha[:, None] * normalize(s.delta_D, f.eps), alpha  # m_D, see extragradient
 
 def gate_select(K, alpha_max):
-    """M3-Select [eq 12]: alpha_max where K_DR(n) >= 0, else 0. K [...] -> [...]. K = 0 counts as agreement, so tokens
-    with A = 0 (no reward signal at all) do listen to the teacher."""
+    """M3-Select [eq 12]: alpha_max where K_DR(n) >= 0, else 0. Tokens with A = 0 have K = 0: they listen."""
     return alpha_max * (K >= 0).float()
 
 def gate_soft(cos, alpha_max, beta):
-    """M3-Soft [eq 14]: alpha_max sigmoid(beta cos phi_n). beta 0: alpha_max/2; beta -> inf: Select, except at cos = 0."""
+    """M3-Soft [eq 14]: alpha_max sigmoid(beta cos phi_n). beta 0: alpha_max/2; inf: Select, but for cos 0."""
     return alpha_max * torch.sigmoid(beta * cos)
 
 def m3_seed(s, f, alpha):
     """Eq 11 per token: alpha_n delta_D^ + (1 - alpha_n) delta_R^, and alpha_n. s_bar follows in m3_step."""
     if f.zero_advantage == "skip":
         alpha = alpha * (s.advantages != 0)
-    return alpha[:, None] * normalize(s.delta_D, f.eps) + (1 - alpha[:, None]) * normalize(s.delta_R, f.eps), alpha
+    share = alpha[:, None]
+    return share * normalize(s.delta_D, f.eps) + (1 - share) * normalize(s.delta_R, f.eps), alpha
 
 # Three methods mix whole gradients: two backward passes, then (norm_R, norm_D, phi) -> weights (w_R, w_D).
 
 def gradnorm(norm_R, norm_D, phi):
     """both gradients at one length: weights kappa and 1 over 1 + kappa [M3 Prop. 5]"""
-    # Written with the norms, so nothing divides by 0. No reward gradient: (1, 0), its partner shrinks too; none: 1/2 each.
+    # By the norms: nothing divides by 0. No reward gradient: (1, 0), its partner shrinks too. None: 1/2 each.
     total = norm_R + norm_D
     return (norm_D / total, norm_R / total) if total > 0 else (0.5, 0.5)
 
 def pcgrad(norm_R, norm_D, phi):
     """under conflict each gradient loses its part along the other [M3 Prop. 19]"""
-    # g_R - (g_R.g_D / ||g_D||^2) g_D + g_D - (g_R.g_D / ||g_R||^2) g_R is still a combination of the two ORIGINAL ones,
-    # so nothing is projected: each part shrinks by sqrt(1 - Phi^2), their ratio stays.
+    # g_R - (g_R.g_D / ||g_D||^2) g_D + g_D - (g_R.g_D / ||g_R||^2) g_R still combines the two ORIGINAL ones:
+    # nothing is projected, each part shrinks by sqrt(1 - Phi^2), their ratio stays.
     return (1.0, 1.0) if phi >= 0 else (1 - phi * norm_D / norm_R, 1 - phi * norm_R / norm_D)
 
 def minnorm(norm_R, norm_D, phi):
@@ -777,7 +740,7 @@ def minnorm(norm_R, norm_D, phi):
     alpha = max(0.0, min(1.0, (norm_R ** 2 - phi * norm_R * norm_D) / apart)) if apart > 0 else 0.5
     return 1 - alpha, alpha
 
-def resynchronise(teacher_params, params, step):  # RLSD's teacher: the student of the last multiple of 20 steps
+def resynchronise(teacher_params, params, step):  # RLSD's teacher: the student of every 20th step
     if step % 20 == 0:
         torch._foreach_copy_(teacher_params, params)
 
@@ -786,7 +749,7 @@ def moving_average(teacher_params, params, step):  # SDPO's teacher: an EMA of t
 
 class Method(NamedTuple):
     seed: Callable | None = None  # (signals, settings) -> (seed, alpha): one backward pass; or
-    mix: Callable | None = None  # (norm_R, norm_D, phi) -> (w_R, w_D): two, of the reward's and of the teacher's loss
+    mix: Callable | None = None  # (norm_R, norm_D, phi) -> (w_R, w_D): two, of either loss
     scaled: bool = False  # times s_bar [eq 11]
     peek: bool = False  # M3-EG: what the seed gives is m_D
     move_teacher: Callable | None = None  # (teacher's parameters, student's, step), after each step
@@ -801,19 +764,19 @@ METHODS = {
     "m3-eg": Method(m3_eg, peek=True)}
 
 def sdpo_siblings(rewards, group_size):
-    """SDPO: for each row the first OTHER row of its group with reward 1, or None. rewards: list of B -> list of B."""
+    """SDPO: for each row the first OTHER row of its group with a reward, or None. List of B -> list of B."""
     siblings = []
     for row in range(len(rewards)):
         first = row - row % group_size
-        right = [other for other in range(first, first + group_size) if other != row and rewards[other] > 0]
-        siblings.append(right[0] if right else None)
+        right = (other for other in range(first, first + group_size) if other != row and rewards[other] > 0)
+        siblings.append(next(right, None))
     return siblings
 
 def sdpo_residual(student_logits, teacher_logits, k=100):
-    """SDPO: gradient of the JSD (lam = 1/2) over the student's k likeliest tokens and one bucket for all others.
+    """SDPO: gradient of the JSD (lam = 1/2) over the student's k likeliest tokens and a bucket of all others.
 
-    logits [..., V] -> [..., V]. In bucket space this is distill_residual; a bucket's push is shared among its tokens
-    in proportion to p_S, because d log(sum of p) / dz_v = p_v / sum for the tokens inside.
+    logits [..., V] -> [..., V]. In bucket space this is distill_residual; the last bucket's push is shared
+    among its tokens in proportion to p_S, because d log(sum of p) / dz_v = p_v / sum for the tokens inside.
     """
     log_ps, log_pt = log_softmax(student_logits), log_softmax(teacher_logits)
     top = log_ps.topk(min(k, log_ps.shape[-1]), dim=-1).indices
@@ -827,7 +790,7 @@ def sdpo_residual(student_logits, teacher_logits, k=100):
     share = share / share.sum(-1, keepdim=True).clamp(min=1e-30)
     return (share * delta[..., -1:]).scatter_add(-1, top, delta[..., :-1])
 
-# --- 7. The step: from a batch to the gradient that the optimizer is given -------------------------------------------
+# --- 7. The step: from a batch to the gradient that the optimizer is given ----------------------------------
 
 class Batch(NamedTuple):
     """What was sampled and paid."""
@@ -839,18 +802,20 @@ class Batch(NamedTuple):
     weights: torch.Tensor  # [B, N], see token_weights
 
 class MicroBatch:
-    """Some rows of a batch on their way through student and teacher; their T real tokens are laid out flat."""
+    """Some rows of a batch on their way through student and teacher; their T real tokens lie flat."""
     def __init__(self, student, teacher, batch, rows, settings, kdr, chunk, checkpointing):
-        self.student, self.teacher, self.settings, self.kdr, self.chunk = student, teacher, settings, kdr, chunk
-        self.prompts, self.hints = ([texts[b] for b in rows.tolist()] for texts in (batch.prompts, batch.hints))
+        self.student, self.teacher, self.settings = student, teacher, settings
+        self.kdr, self.chunk = kdr, chunk
+        self.prompts, self.hints = ([ids[b] for b in rows.tolist()] for ids in (batch.prompts, batch.hints))
         length = int(batch.mask[rows].sum(1).max())  # nothing is run beyond the longest reply of these rows
         self.real, self.replies = batch.mask[rows, :length], batch.tokens[rows, :length]  # [b, n]
         self.tokens, self.weights = self.replies[self.real], batch.weights[rows, :length][self.real]  # [T]
         self.row = rows[:, None].expand_as(self.real)[self.real]
         self.advantages = batch.advantages[self.row]
-        student[0].train(checkpointing)  # transformers checkpoints in training mode only; dropout is off all the same
-        self.hidden = hidden_states(student[0], self.prompts, self.replies, share=not checkpointing)[self.real]  # [T, d]
+        student[0].train(checkpointing)  # transformers checkpoints in training mode only; dropout is 0
+        hidden = hidden_states(student[0], self.prompts, self.replies, share=not checkpointing)
         student[0].eval()
+        self.hidden = hidden[self.real]  # [T, d]
         # Cut here: the seeds of all chunks add up in this leaf's gradient and then enter `hidden` at once.
         self.leaf = self.hidden.detach().requires_grad_()
         self.only = Signals(self, slice(None)) if len(self.tokens) <= chunk else None
@@ -863,7 +828,7 @@ class MicroBatch:
         ids, attention, _ = join(self.prompts, self.replies, self.real)
         return self.kdr(ids, attention, self.real, ((s.delta_D, s.delta_R) for s in self.signals()))
     def signals(self):
-        """Signals of one chunk of tokens after the other. Of several, none is kept: logits fill the memory."""
+        """Signals of one chunk of tokens after the other. Several are not kept: logits fill the memory."""
         if self.only is not None:
             yield self.only
             return
@@ -871,25 +836,24 @@ class MicroBatch:
             yield Signals(self, slice(start, start + self.chunk))
 
 def accumulate(into, outputs, inputs, seed):
-    """Add the vector-Jacobian product seed . d outputs / d inputs to the tensors `into`, one per input. outputs, seed: of
-    one shape. The graph is kept, so that several seeds can share one forward pass."""
+    """into += seed . d outputs / d inputs, a tensor per input; seed: shaped like outputs. Keeps the graph."""
     grads = torch.autograd.grad(outputs, inputs, seed, retain_graph=True, allow_unused=True)
     for total, grad in zip(into, grads):
         if grad is not None:
             total += grad
 
-def backward(student, teacher, batch, seeds_of, params, settings=DEFAULTS, kdr=None, micro_batch=0, chunk=4096,
-             checkpointing=False):
-    """Gradients of a batch under any seeds, through shared prompts, micro-batches and chunks of tokens.
+def backward(student, teacher, batch, seeds_of, params, settings=DEFAULTS, kdr=None, micro_batch=0,
+             chunk=4096, checkpointing=False):
+    """{name: [float32 gradient per parameter]} of a batch, through micro-batches and chunks of tokens.
 
-    student, teacher: (backbone, head), see split_head. seeds_of(signals) -> {name: seed [T, V]}; each is multiplied by
-    the tokens' weights. kdr(ids, attention, mask, residuals) -> K, cos: ntk.kdr_flat with its model; None: isotropic.
-    micro_batch: rows per pass, 0 is all. chunk: tokens whose logits exist at one time. Neither changes the result.
-    Returns {name: [float32 tensor per parameter]}. Of a token, d numbers and not V wait for the backward pass.
+    student, teacher: (backbone, head), see split_head. seeds_of(signals) -> {name: seed [T, V]}; each is
+    multiplied by the tokens' weights. kdr(ids, attention, mask, residuals) -> K, cos: ntk.kdr_flat with its
+    model; None: isotropic. micro_batch: rows per pass, 0 is all. chunk: tokens whose logits exist at one
+    time. Neither changes the result. Of a token, d numbers and not V wait for the backward pass.
     """
     gradients = collections.defaultdict(lambda: [torch.zeros_like(p, dtype=torch.float32) for p in params])
     rows = torch.arange(len(batch.mask), device=batch.mask.device)
-    if micro_batch:  # rows of like length together; the longest first, so that memory runs out at once or never
+    if micro_batch:  # rows of like length together; the longest first: memory runs out at once or never
         rows = batch.mask.sum(1).argsort(descending=True, stable=True)
     for part in rows.split(micro_batch or len(rows)):
         micro = MicroBatch(student, teacher, batch, part, settings, kdr, chunk, checkpointing)
@@ -903,10 +867,10 @@ def backward(student, teacher, batch, seeds_of, params, settings=DEFAULTS, kdr=N
     return dict(gradients)
 
 def geometry(g_R, g_D):
-    """dict(norm_R, norm_D, kappa = ||g_R|| / ||g_D|| [eq 8], phi = cos(g_R, g_D)) of two lists of gradients (or None).
+    """dict(norm_R, norm_D, kappa = ||g_R|| / ||g_D|| [eq 8], phi = cos(g_R, g_D)) of two lists of gradients.
 
-    kappa and phi are None where there is no reward gradient; kappa is inf and phi 0 where only g_D is 0. <g_R, g_D> N^2
-    is the sum over all pairs of positions [eq 7]; sum_n K_DR(n) is its diagonal part [eq 72].
+    kappa and phi are None without a reward gradient; kappa is inf and phi 0 where only g_D is 0. <g_R, g_D>
+    N^2 is the sum over all pairs of positions [eq 7]; sum_n K_DR(n) is its diagonal part [eq 72].
     """
     def inner(one, other):
         pairs = ((a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None)
@@ -929,14 +893,14 @@ def update_scale(norms, advantages, s_bar, add_up):
     now = (total[0] / total[1]).item()
     return now if s_bar is None else 0.9 * s_bar + 0.1 * now
 
-def extragradient(params, m_D, eta_in, gradient_at):
-    """M3-EG: gradient_at() where theta~ = theta - eta_in m_D [eq 15]; params come back bit for bit. Nothing is
-    differentiated through the inner step."""
+@contextlib.contextmanager
+def extragradient(params, m_D, eta_in):
+    """M3-EG [eq 15]: inside, params are theta~ = theta - eta_in m_D; afterwards they are back bit for bit."""
     home = [p.detach().clone() for p in params]
-    with torch.no_grad():
+    with torch.no_grad():  # nothing is differentiated through the inner step
         torch._foreach_sub_(params, [eta_in * g for g in m_D])
     try:
-        return gradient_at()
+        yield
     finally:
         with torch.no_grad():
             torch._foreach_copy_(params, home)
@@ -947,13 +911,13 @@ class Step(NamedTuple):
     geometry: dict | None  # norm_R, norm_D, kappa, phi, where they were computed
     s_bar: float | None  # for the next step
 
-def m3_step(student, teacher, batch, method, params, settings=DEFAULTS, s_bar=None, kdr=None, statistics=False,
-            look=False, add_up=lambda tensors: None, **memory):
-    """One step of any method: signals, conflicts, seeds [eq 11], gradients, and how they are combined -> Step.
+def m3_step(student, teacher, batch, method, params, settings=DEFAULTS, s_bar=None, kdr=None,
+            statistics=False, look=False, add_up=lambda tensors: None, **memory):
+    """One step of any method: signals, conflicts, seeds [eq 11], gradients, their combination -> Step.
 
-    s_bar: of the step before. statistics: kappa and Phi for a log, two more backward passes. look: K_DR for a log, also
-    where no gate asks. add_up(tensors): replaces each by its sum over processes. kdr and memory: see backward.
-    KeyError for an unknown method.
+    s_bar: of the step before. statistics: kappa and Phi for a log, two more backward passes. look: K_DR for a
+    log, also where no gate asks. add_up(tensors): replaces each by its sum over processes. kdr, memory: see
+    backward. KeyError for an unknown method.
     """
     chosen, seen = METHODS[method], collections.defaultdict(list)
 
@@ -980,7 +944,8 @@ def m3_step(student, teacher, batch, method, params, settings=DEFAULTS, s_bar=No
     columns = {name: torch.cat(parts) for name, parts in seen.items()}
     shape = geometry(gradients["R"], gradients["D"]) if "R" in gradients else None
     if chosen.peek:
-        gradients |= extragradient(params, gradients["update"], settings.eta_in, lambda: gradients_of(reward_alone))
+        with extragradient(params, gradients["update"], settings.eta_in):
+            gradients |= gradients_of(reward_alone)
     if chosen.mix:
         w_R, w_D = chosen.mix(shape["norm_R"], shape["norm_D"], shape["phi"] or 0.0)
         gradients["update"] = [w_R * g_R + w_D * g_D for g_R, g_D in zip(gradients["R"], gradients["D"])]
@@ -990,30 +955,30 @@ def m3_step(student, teacher, batch, method, params, settings=DEFAULTS, s_bar=No
         torch._foreach_mul_(gradients["update"], s_bar or 1.0)
     return Step(gradients["update"], columns, shape, s_bar)
 
-# --- 8. LoRA: few trainable weights, and a frozen teacher for free ---------------------------------------------------
+# --- 8. LoRA: few trainable weights, and a frozen teacher for free ------------------------------------------
 
 class LoRA(torch.nn.Module):
-    """base(x) + 2 B A x, base frozen. alpha = 2 rank, so alpha / rank is 2. A and B are float32, under bf16 too."""
-
+    """base(x) + 2 B A x, base frozen (alpha = 2 rank, so alpha / rank is 2); A and B always float32."""
     def __init__(self, base, rank):
         super().__init__()
         self.base, self.on, self.turned = base, True, type(base).__name__ == "Conv1D"  # GPT-2 keeps [in, out]
         n_out, n_in = base.weight.shape[::-1] if self.turned else base.weight.shape
-        self.lora_A = torch.nn.Linear(n_in, rank, bias=False).to(base.weight.device, torch.float32)  # kaiming uniform
-        self.lora_B = torch.nn.Linear(rank, n_out, bias=False).to(base.weight.device, torch.float32)
+        self.lora_A = torch.nn.Linear(n_in, rank, bias=False, dtype=torch.float32)  # kaiming uniform
+        self.lora_B = torch.nn.Linear(rank, n_out, bias=False, dtype=torch.float32)
         torch.nn.init.zeros_(self.lora_B.weight)  # so that the first step starts exactly at the base model
-
+        self.to(device=base.weight.device)
     def forward(self, x):  # the sum is taken in float32 and rounded once
         y = self.base(x)
-        return (y + self.lora_B(2 * self.lora_A(x.to(self.lora_A.weight.dtype)))).to(y.dtype) if self.on else y
-
+        if not self.on:
+            return y
+        return (y + self.lora_B(2 * self.lora_A(x.to(self.lora_A.weight.dtype)))).to(y.dtype)
     def merged(self):  # W + 2 B A, rounded once
-        weight, delta = self.base.weight.detach(), 2 * self.lora_B.weight.detach() @ self.lora_A.weight.detach()
+        weight = self.base.weight.detach()
+        delta = 2 * self.lora_B.weight.detach() @ self.lora_A.weight.detach()
         return (weight + (delta.T if self.turned else delta)).to(weight.dtype)
 
 def add_lora(model, rank, seed):
-    """Freeze the model; put an adapter on every linear layer of its blocks (".0." in the name), not on the head.
-    lora_share says how much of the blocks that is."""
+    """Freeze the model; adapt every linear layer of its blocks (".0." in the name), not the head."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # drawn on the CPU: the same adapter on every device
         for name, layer in list(model.requires_grad_(False).named_modules()):
@@ -1024,8 +989,7 @@ def add_lora(model, rank, seed):
     return model
 
 def lora_share(model):
-    """(adapted, all): how many numbers of the blocks' weight matrices have an adapter, and how many there are.
-    Experts fused into one tensor are no linear layers: they have none, and stay frozen."""
+    """(adapted, all) numbers of the blocks' weight matrices. Experts fused into one tensor stay frozen."""
     sizes = {name: p.numel() for name, p in model.named_parameters()
              if re.search(r"\.\d+\.", name) and p.ndim > 1 and ".lora_" not in name}
     return sum(size for name, size in sizes.items() if name.endswith(".base.weight")), sum(sizes.values())
@@ -1046,6 +1010,7 @@ def lora_state(model):  # model.load_state_dict(it, strict=False) puts it back
     return {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
 
 def merged_state(model):
-    """W + 2 B A under the base's own names, for save_pretrained(folder, state_dict=...). The model is not touched."""
-    state = {name.replace(".base.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
-    return state | {f"{name}.weight": layer.merged() for name, layer in model.named_modules() if isinstance(layer, LoRA)}
+    """W + 2 B A under the base's own names, for save_pretrained(folder, state_dict=...)."""
+    state = {name.replace(".base.", "."): x for name, x in model.state_dict().items() if ".lora_" not in name}
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoRA)]
+    return state | {f"{name}.weight": layer.merged() for name, layer in layers}

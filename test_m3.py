@@ -1354,7 +1354,7 @@ CASES = [  # kind, completion, gold, reward, why; most come in pairs, a right an
     ("gsm8k", "The answer is 14.\n#### Step 2\n14*2", "14", 0, "a heading is no mark"),
     ("gsm8k", "#### 2.4 million", "2400000", 1, "a heading is no mark"),
     ("gsm8k", "#### 2.4 million", "2.4", 0, "a heading is no mark"),
-    ("gsm8k", "#### 2.4M", "2400000", 1, "a heading is no mark"),
+    ("gsm8k", "#### 2.4M", "2.4", 0, "a heading is no mark"),
     ("gsm8k", "#### 2.4-million", "2400000", 1, "a heading is no mark"),
     ("gsm8k", "#### 2.4 million and 3 thousand", "2400000", 0, "a heading is no mark"),
     ("gsm8k", "#### 2.4 (in millions)", "2.4", 0, "a heading is no mark"),
@@ -1364,6 +1364,7 @@ CASES = [  # kind, completion, gold, reward, why; most come in pairs, a right an
     ("gsm8k", "#### 4.5 x 10^3", "4500", 1, "a heading is no mark"),
     # words and letters of size (19)
     ("gsm8k", "#### $18K per year", "18000", 1, "the size belongs to the number"),
+    ("gsm8k", "#### 2.4M", "2400000", 1, "the size belongs to the number"),
     ("gsm8k", "#### 18 thousand dollars", "18000", 1, "the size belongs to the number"),
     ("gsm8k", "#### $2.4m", "2.4", 0, "the size belongs to the number"),
     ("gsm8k", "#### $2.4m", "2400000", 1, "the size belongs to the number"),
@@ -1508,7 +1509,8 @@ CASES = [  # kind, completion, gold, reward, why; most come in pairs, a right an
     ("arc", "The answer must be D.", "D", 1, "chosen, or denied and undecided"),
     ("arc", "I select option D because it melts.", "D", 1, "chosen, or denied and undecided"),
     ("arc", "**Option D** is correct.", "D", 1, "chosen, or denied and undecided"),
-    ("arc", "So the answer would be D.", "D", 1, "chosen, or denied and undecided"),
+    ("arc", "Option D is correct, but so is option A.", "D", 0, "chosen, or denied and undecided"),
+    ("arc", "The answer is D, but so is A.", "D", 0, "chosen, or denied and undecided"),
     ("arc", "Therefore, option D is correct.", "D", 1, "chosen, or denied and undecided"),
     ("arc", "Only option D is correct.", "D", 1, "chosen, or denied and undecided"),
     ("arc", "Therefore, the answer is D", "D", 1, "chosen, or denied and undecided"),
@@ -2853,7 +2855,7 @@ def test_local_is_exact_under_the_same_cut(kind, tied):
 def test_local_counts_what_is_trained(change):
     model, data = small(), rows_of(**{"prompt": 1, "group": 1} if change == "one_prompt_column" else {})
     if change == "one_prompt_column":
-        data[1][:, 0] = 1
+        data[1][:, :3] = 1  # rows_of hides the first columns of these rows: their prompt and more
     if change == "lora":
         with_lora(model)
     if change in ("norms", "head"):
@@ -3337,7 +3339,7 @@ def test_our_runs_beside_the_published_ones(tmp_path, monkeypatch, capsys):
     run_folder.mkdir()
     (run_folder / "config.json").write_text('{"method": "opd"}')
     (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ntk.main(["--vls", "ours", "--out", "compared"])
+    ntk.main(["--vls", "ours"])
     table = {
         line.split()[0]: line.split()
         for line in capsys.readouterr().out.splitlines()
@@ -3345,11 +3347,10 @@ def test_our_runs_beside_the_published_ones(tmp_path, monkeypatch, capsys):
     }
     assert table["ours"][1:] == ["30", "15.500", "45.500", "0.341", "0.033", "45.500", "35", "of", "35"]
     assert table["Qwen3-14B"][1:] == ["15", "60.677", "5.049", "12.017", "0.988", "3.784", "19", "of", "20"]
-    assert (tmp_path / "compared" / "vls.png").stat().st_size > 20_000
     (run_folder / "config.json").write_text('{"method": "grpo"}')
     for folder, word in (("ours", "opd"), ("nowhere", "nowhere")):
         with pytest.raises(SystemExit) as end:
-            ntk.main(["--vls", folder, "--out", "compared"])
+            ntk.main(["--vls", folder])
         error = capsys.readouterr().err.strip()
         assert end.value.code == 2 and word in error and "--vls" in error and "\n" not in error
 
@@ -3492,7 +3493,8 @@ def test_teachers_are_made_once_and_compared(world, monkeypatch, capsys):
     assert (world / "teachers/curves.png").stat().st_size > 10_000
     runs = {kind: json.loads((world / "teachers" / f"{kind}-0" / "summary.json").read_text())
             for kind in ("privileged", "larger")}
-    assert 0 < runs["larger"]["d_par"] < 0.1 and 0.9 < runs["larger"]["cka_min"] <= 1
+    assert 0 < runs["privileged"]["d_par"] < 0.1 and 0.9 < runs["privileged"]["cka_min"] <= 1
+    assert runs["larger"]["d_par"] == 0  # planted: it agrees, and then the gradient is exactly 0
     assert len(runs["larger"]["cka"]) == 5
     first = {kind: records(world / "teachers" / f"{kind}-0")[1] for kind in ("privileged", "larger")}
     # planted: the student itself, without a hint
@@ -3536,7 +3538,7 @@ def test_ntk_main(world, monkeypatch, capsys):
     monkeypatch.setattr(ntk, "heat_map", lambda out, panels: (seen.extend(panels), heat_map(out, panels)))
     ntk.main([*NTK_FAST, "--out", "heat"])
     text = capsys.readouterr().out
-    for part in ("1. Token level", "2. Token level", "3. Response level", "Batch level: kappa", "4. heat"):
+    for part in ("1. Token level", "2. Token level", "Batch level, local kernel: norm_R", "3. heat"):
         assert part in text
     table = {line[:26].strip(): line[26:].split() for line in text.splitlines()}
     assert table["exact"][:3] == ["1.000"] * 3
@@ -3549,18 +3551,15 @@ def test_ntk_main(world, monkeypatch, capsys):
         for sign in ("<", ">", "!=")
     ]
     assert counts[0] + counts[1] == counts[2] > 0 and counts[3] + counts[4] == counts[5] > 0
-    assert [table[f"on-policy, {x}"][0] for x in ("correct", "wrong")] == ["2", "2"] and table[
-        "gold prefix, A = 1"
-    ][0] == "2"
     page = (world / "heat/heatmap.html").read_text()
     assert (
-        len(seen) == 3 and "correct (reward 1, A = +0.71)" in page and "wrong (reward 0, A = -0.71)" in page
+        len(seen) == 2 and "correct (A = +0.71)" in page and "wrong (A = -0.71)" in page
     )
     for _, tokens in seen:
         assert tokens and all(
             html.escape(token) in page and f'title="{c:+.3f}"' in page for token, c in tokens
         )
-    assert "<eos>" not in page and "http" not in page and (world / "heat/heatmap.png").stat().st_size > 5_000
+    assert "<eos>" not in page and "http" not in page
 
 
 def test_ntk_main_leaves_the_model_alone_and_repeats(world, monkeypatch, capsys):
@@ -3573,7 +3572,7 @@ def test_ntk_main_leaves_the_model_alone_and_repeats(world, monkeypatch, capsys)
     assert texts[0] == texts[1]
 
 
-def test_heat_map_escapes_and_wraps(tmp_path):
+def test_heat_map_escapes(tmp_path):
     ntk.heat_map(
         tmp_path, [("a < b & $c$ " * 20, [("<script>", 0.5), ("$x_1$", -1.0), ("", 0.0), ("&", 1.0)] * 12)]
     )
@@ -3584,10 +3583,6 @@ def test_heat_map_escapes_and_wraps(tmp_path):
         '<span style="background:#f3f3f3;color:black" title="">+</span>'
     )
     assert "<script>" not in page and "&lt;script&gt;" in page and "#c81e1e" in page and "#1e5ac8" in page
-    import matplotlib.image
-
-    height, width, _ = matplotlib.image.imread(tmp_path / "heatmap.png").shape
-    assert width > 900 and height > 250
 
 
 @pytest.mark.parametrize(

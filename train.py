@@ -1465,15 +1465,14 @@ def curve(runs, key, window, middle):
     return dict(sorted(points.items()))
 
 def read_runs(folders):
-    """{method or, if the runs differ in it, teacher: the logs of its seeds}, and whether they do."""
+    """{(method, teacher): the logs of its seeds}, and whether the runs differ in their teacher."""
     logs = {}
     for folder in map(pathlib.Path, folders):
         with or_fail(f"--plot: cannot read the config.json and metrics.jsonl of {folder}"):
             config = read_json(folder / "config.json")
             name = config["method"], config["teacher"]
             logs.setdefault(name, []).append(read_log(folder / "metrics.jsonl"))
-    teachers = len({teacher for _, teacher in logs}) > 1
-    return {name[teachers]: runs for name, runs in logs.items()}, teachers
+    return logs, len({teacher for _, teacher in logs}) > 1
 
 def plot(folders, file):
     """Four panels from logs alone, a line per method or teacher: mean and range over seeds. Of more than six
@@ -1485,7 +1484,7 @@ def plot(folders, file):
     figure = Figure(figsize=(11, 7.5 * blocks), layout="tight")
     axes = figure.subplots(2 * blocks, 2).flatten()
     for number, (name, runs) in enumerate(logs.items()):
-        block, look = number // lines * 4, {"color": f"C{number % lines}", "linewidth": 1.8, "label": name}
+        block, look = number // lines * 4, {"color": f"C{number % lines}", "linewidth": 1.8}
         for axis, (key, title, window, scale) in zip(axes[block:], panels):
             points = curve(runs, key, window, teachers)
             x, values = list(points), list(points.values())
@@ -1495,7 +1494,7 @@ def plot(folders, file):
             else:
                 low, high = [min(some) for some in values], [max(some) for some in values]
                 axis.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
-            axis.plot(x, [mean(some) for some in values], **look)
+            axis.plot(x, [mean(some) for some in values], label=name[teachers], **look)
             axis.set_title(title, fontsize=14)
             axis.set_xlabel("L / L at step 1" if "against" in title else "step", fontsize=12)
             axis.set(yscale=scale, **({"ylim": (0, 1)} if scale == "linear" else {}))
