@@ -615,6 +615,7 @@ def run(world, *argv, code=0, read=True, pictures=False):
     To save time it has fewer problems, and draws its curves only if `pictures` says so.
     """
     here = os.getcwd()
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     os.chdir(world)
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -628,6 +629,8 @@ def run(world, *argv, code=0, read=True, pictures=False):
         return None
     finally:
         os.chdir(here)
+        for number, handler in signals.items():  # a run's own would keep Ctrl-C from ending pytest
+            signal.signal(number, handler)
     if not read:
         return None
     return records(world / argv[argv.index("--out" if "--out" in argv else "--resume") + 1])
