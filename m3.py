@@ -503,35 +503,53 @@ def kl(log_p, log_q):
     """KL(p||q) = sum_v p (log p - log q) in nats. log_p, log_q [..., V] -> [...]."""
     return (log_p.exp() * log_ratio(log_p, log_q)).sum(-1)
 
-def log_mixture(log_ps, log_pt, lam):
-    """log m of m = lam p_T + (1 - lam) p_S: a mixture of probabilities, never of log-probabilities."""
+# A divergence is two functions of log p_S, log p_T [..., V], lam and k: its value [...] and its residual.
+
+def fkl(log_ps, log_pt, lam, k):  # KL(p_T||p_S)
+    return kl(log_pt, log_ps)
+
+def fkl_residual(log_ps, log_pt, lam, k):
+    return log_ps.exp() - log_pt.exp()  # eq 5
+
+def rkl(log_ps, log_pt, lam, k):  # KL(p_S||p_T)
+    return kl(log_ps, log_pt)
+
+def rkl_residual(log_ps, log_pt, lam, k):
+    return log_ps.exp() * (log_ratio(log_ps, log_pt) - kl(log_ps, log_pt)[..., None])
+
+def log_mixture(log_ps, log_pt, lam):  # log m, a mixture of probabilities, never of log-probabilities
     return torch.logaddexp(log_pt + math.log(lam), log_ps + math.log1p(-lam))
 
+def jsd(log_ps, log_pt, lam, k):  # lam KL(p_T||m) + (1-lam) KL(p_S||m), m = lam p_T + (1-lam) p_S [M3 eq 1]
+    log_m = log_mixture(log_ps, log_pt, lam)
+    return lam * kl(log_pt, log_m) + (1 - lam) * kl(log_ps, log_m)
+
+def jsd_residual(log_ps, log_pt, lam, k):
+    log_m = log_mixture(log_ps, log_pt, lam)
+    return (1 - lam) * log_ps.exp() * (log_ratio(log_ps, log_m) - kl(log_ps, log_m)[..., None])
+
 def likeliest(log_ps, log_pt, k):
-    """VLS's top-k: q log(p_S / p_T) of the student's k likeliest tokens, q its weights there; their ids."""
+    """q log(p_S / p_T) of the student's k likeliest tokens, q its weights renormalised there; their ids."""
     top, index = log_ps.topk(min(k, log_ps.shape[-1]))
     return top.softmax(-1) * log_ratio(top, log_pt.gather(-1, index)), index
+
+def rkl_topk(log_ps, log_pt, lam, k):  # [VLS eq 3.2]: no KL, it can be negative
+    return likeliest(log_ps, log_pt, k)[0].sum(-1)
+
+def rkl_topk_residual(log_ps, log_pt, lam, k):  # q is held fixed [VLS App. E, H.2], so it is 0 at agreement
+    terms, index = likeliest(log_ps, log_pt, k)
+    return (-terms.sum(-1, keepdim=True) * log_ps.exp()).scatter_add(-1, index, terms)
+
+DIVERGENCES = {"jsd": (jsd, jsd_residual), "fkl": (fkl, fkl_residual), "rkl": (rkl, rkl_residual),
+               "rkl-topk": (rkl_topk, rkl_topk_residual)}  # the one place where a divergence is registered
 
 def divergence(student_logits, teacher_logits, kind="jsd", lam=0.5, k=16):
     """Divergence of teacher and student per position, in nats. logits [..., V] -> [...] float32 (or float64).
 
-    fkl: KL(p_T||p_S); rkl: KL(p_S||p_T).
-    jsd: lam KL(p_T||m) + (1-lam) KL(p_S||m), m = lam p_T + (1-lam) p_S, 0 < lam < 1 [M3 eq 1]. TRL's with
-    beta = lam, but 0 at both ends, where TRL has fkl and rkl.
-    rkl-topk: sum of q log(p_S / p_T) over the student's k likeliest tokens, q its weights renormalised there
-    [VLS eq 3.2]. No KL: it can be negative.
+    kind: of DIVERGENCES, else KeyError. lam of the jsd, in (0, 1): TRL's with beta = lam, but 0 at both ends,
+    where TRL has fkl and rkl. k of rkl-topk.
     """
-    log_ps, log_pt = log_softmax(student_logits), log_softmax(teacher_logits)
-    if kind == "fkl":
-        return kl(log_pt, log_ps)
-    if kind == "rkl":
-        return kl(log_ps, log_pt)
-    if kind == "jsd":
-        log_m = log_mixture(log_ps, log_pt, lam)
-        return lam * kl(log_pt, log_m) + (1 - lam) * kl(log_ps, log_m)
-    if kind == "rkl-topk":
-        return likeliest(log_ps, log_pt, k)[0].sum(-1)
-    raise ValueError(f"unknown divergence {kind!r}")
+    return DIVERGENCES[kind][0](log_softmax(student_logits), log_softmax(teacher_logits), lam, k)
 
 def distill_residual(student_logits, teacher_logits, kind="fkl", lam=0.5, tau=None, k=16):
     """delta_D = d divergence / d student_logits, in closed form. logits [..., V] -> [..., V]; rows sum to 0.
@@ -539,20 +557,7 @@ def distill_residual(student_logits, teacher_logits, kind="fkl", lam=0.5, tau=No
     Near agreement the jsd residual is lam (1-lam) times fkl's: a quarter of it at lam = 1/2. tau: positions
     whose divergence (the sum over V) is above tau give exactly 0, the gradient of min(D, tau) [eq 1].
     """
-    log_ps, log_pt = log_softmax(student_logits), log_softmax(teacher_logits)
-    p_s = log_ps.exp()
-    if kind == "fkl":
-        delta = p_s - log_pt.exp()  # eq 5
-    elif kind == "rkl":
-        delta = p_s * (log_ratio(log_ps, log_pt) - kl(log_ps, log_pt)[..., None])
-    elif kind == "jsd":
-        log_m = log_mixture(log_ps, log_pt, lam)
-        delta = (1 - lam) * p_s * (log_ratio(log_ps, log_m) - kl(log_ps, log_m)[..., None])
-    elif kind == "rkl-topk":  # VLS hold q fixed [App. E, H.2]: 0 at agreement, unlike the value's gradient
-        terms, index = likeliest(log_ps, log_pt, k)
-        delta = (-terms.sum(-1, keepdim=True) * p_s).scatter_add(-1, index, terms)
-    else:
-        raise ValueError(f"unknown divergence {kind!r}")
+    delta = DIVERGENCES[kind][1](log_softmax(student_logits), log_softmax(teacher_logits), lam, k)
     if tau is not None:
         delta = delta * (divergence(student_logits, teacher_logits, kind, lam, k) < tau)[..., None]
     return delta

@@ -544,6 +544,15 @@ def test_a_method_from_outside_is_one_entry(world, rewarded, monkeypatch):
         m3.m3_step((), (), None, "m3-sleect", [])
 
 
+def test_a_divergence_from_outside_is_one_entry(world, rewarded, monkeypatch):
+    monkeypatch.setitem(m3.DIVERGENCES, "mine", (m3.fkl, m3.fkl_residual))
+    mine, theirs = (run(world, "--method", "opd", "--steps", "1", "--divergence", kind, "--out", f"kl-{kind}")[1]
+                    for kind in ("mine", "fkl"))
+    assert mine == theirs and mine["loss_D"] > 0
+    with pytest.raises(KeyError):
+        m3.divergence(torch.zeros(2, 3), torch.zeros(2, 3), "tv")
+
+
 def test_random_gate_closes_as_many_tokens_as_select(world, rewarded):
     both = [run(world, "--method", method, "--out", f"gate-{method}")[1]
             for method in ("m3-select", "m3-random")]

@@ -129,7 +129,7 @@ def parse_flags(argv=None):
     flag("--temperature", 1.0, "of sampling and of scoring alike", positive)
     group = parser.add_argument_group("signals")
     flag("--std", "unbiased", "divides the advantages", ["unbiased", "population", "none"])
-    flag("--divergence", "jsd", "of eq 1; M3 takes fkl", ["jsd", "fkl", "rkl", "rkl-topk"])
+    flag("--divergence", "jsd", "of eq 1; M3 takes fkl", list(m3.DIVERGENCES))
     flag("--lam", 0.5, "lambda of the jsd", lam)
     flag("--tau", None, "clip of a token's divergence in nats: beyond it the teacher is silent", positive)
     flag("--distill-scale", 1.0, "factor on the teacher's loss and residuals: the lever on kappa", positive)
