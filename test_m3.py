@@ -546,7 +546,8 @@ def test_a_method_from_outside_is_one_entry(world, rewarded, monkeypatch):
 
 def test_a_divergence_from_outside_is_one_entry(world, rewarded, monkeypatch):
     monkeypatch.setitem(m3.DIVERGENCES, "mine", (m3.fkl, m3.fkl_residual))
-    mine, theirs = (run(world, "--method", "opd", "--steps", "1", "--divergence", kind, "--out", f"kl-{kind}")[1]
+    argv = ["--method", "opd", "--steps", "1"]
+    mine, theirs = (run(world, *argv, "--divergence", kind, "--out", f"kl-{kind}")[1]
                     for kind in ("mine", "fkl"))
     assert mine == theirs and mine["loss_D"] > 0
     with pytest.raises(KeyError):
