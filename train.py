@@ -427,7 +427,7 @@ def toy_model(kind="base", task="toy"):
             shutil.move(file, folder)
 
     if not path.exists():
-        print(f"training the {kind} model of the {task} world once, a minute or two", flush=True)
+        print(f"{task} {kind} model: training it once, a minute or two, kept in {path}", flush=True)
         write_folder(path, fill)
     return str(path)
 
@@ -1198,8 +1198,8 @@ def keep_samples(out, step, problems, rollouts, batch, seen, tokenizer, rewards)
     texts, group = sum(gather(rollouts.texts), []), len(rewards) // len(problems)
     mixed = (batch.advantages != 0).nonzero()[:, 0].tolist()
     first = mixed[0] // group * group if mixed else 0  # the first group with a reward signal
-    cos, alpha = seen.get("cos", torch.zeros_like(seen["alpha"])), seen["alpha"]
-    looked = []
+    alpha = seen["alpha"].nan_to_num()  # of a step that is not finite
+    cos, looked = seen.get("cos", torch.zeros_like(alpha)).nan_to_num(), []
     for row in range(first, first + group):
         here = seen["row"] == row
         words = [tokenizer.decode([token]) for token in batch.tokens[row][batch.mask[row]].tolist()]
