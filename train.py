@@ -54,6 +54,7 @@ PRESETS = {
     # The teacher's hint is wrong on a share of the problems.
     "table-misled": MISLED + "--hint-error 0.8 --lr 3e-4 --steps 100",
     "table-misled-fast": MISLED + "--hint-error 0.5 --lr 1e-3 --steps 160",
+    "map-misled": MISLED + "--seeds 3",  # of one cell: give --hint-error, --lr and --steps
     # Three kinds of teacher [VLS E.2], there with 64 x 1 responses; the occupancy needs two of each prompt.
     "table-teachers": "--compare-teachers --divergence rkl-topk --steps 150 --eval-every 10 --kdr-every 0 "
                       "--weight-decay 0.01 --prompts-per-step 32 --group-size 2 --reduction token "
@@ -427,7 +428,7 @@ def toy_model(kind="base", task="toy"):
             shutil.move(file, folder)
 
     if not path.exists():
-        print(f"training the {kind} model of the {task} world once, a minute or two", flush=True)
+        print(f"{task} {kind} model: training it once, a minute or two, kept in {path}", flush=True)
         write_folder(path, fill)
     return str(path)
 
