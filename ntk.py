@@ -525,14 +525,12 @@ def compare_kernels(step, model, few, **options):
 
 def compare_steps(step, params, batch, few, seen):
     """2. One plain step of each method, all of one length, so that only directions differ."""
-    def log_p():  # [T]
-        return step(few, "grpo").seen["logp"]
-
     changes, rows, A = {}, [], seen["advantage"]
     for name, method in (("OPD", "opd"), ("GRPO", "grpo"), ("Hybrid", "hybrid")):
         update = step(batch, method).update
         size = 0.01 / max(m3.geometry(update, update)["norm_R"], 1e-37)
-        changes[name] = 1000 * (m3.extragradient(params, update, size, log_p) - seen["logp"])
+        with m3.extragradient(params, update, size):
+            changes[name] = 1000 * (step(few, "grpo").seen["logp"] - seen["logp"])
     for region, inside in (("conflict", seen["K"] < 0), ("compatible", seen["K"] > 0)):
         for sign, side in ((">", A > 0), ("<", A < 0), ("!=", A != 0)):
             means = [change[inside & side].mean().item() for change in changes.values()]

@@ -970,7 +970,7 @@ def test_plot_takes_the_newest_run(world, rewarded, capsys, monkeypatch, tmp_pat
     with pytest.raises(SystemExit):
         train.main(["--plot"])
     one_line(capsys, "no run in runs/")
-    run(world, "--out", "plotted")
+    run(world, "--out", "plotted", pictures=True)
     for name, age in (("old", 100), ("new", 50)):
         shutil.copytree(world / "plotted", f"runs/{name}", symlinks=True)
         os.unlink(f"runs/{name}/curves.png")
