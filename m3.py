@@ -595,7 +595,7 @@ class Settings(NamedTuple):
     alpha_max: float = 0.15  # M3: the teacher's largest share of a token, in [0, 1]
     beta: float = 1.0  # M3-Soft: sharpness of the gate [eq 14]
     eps: float = 0.1  # see normalize
-    eta_in: float = 0.1  # M3-EG: length of the inner step [eq 15], not a multiple of the learning rate
+    eta_in: float = 0.001  # M3-EG: length of the inner step [eq 15], not a multiple of the learning rate
     eg_gate: str = "select"  # M3-EG keeps the boundary gate [App. E.1]; or "soft"
     zero_advantage: str = "teacher"  # who speaks where A = 0, so K = 0 (all-equal groups); or "skip"
     divergence: str = "jsd"  # of eq 1; M3's own residual is always fkl's [eq 9]

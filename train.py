@@ -142,7 +142,7 @@ def parse_flags(argv=None):
     flag("--alpha-max", 0.15, "M3: the teacher's largest share of a token", unit)
     flag("--beta", 1.0, "M3-Soft, and M3-EG with the soft gate: sharpness of the gate", number(float))
     flag("--eps", 0.1, "M3: eps of the normalised residual, in units of its norm", positive)
-    flag("--eta-in", 1000.0, "M3-EG: inner (plain) step as a multiple of --lr", number(float))
+    flag("--eta-in", 10.0, "M3-EG: inner (plain) step as a multiple of --lr", number(float))
     flag("--eg-gate", "select", "M3-EG: whose gate", ["select", "soft"])
     flag("--zero-advantage", "teacher", "M3 tokens without a reward signal", ["teacher", "skip"])
     flag("--kernel", "local", "how K_DR(n) is computed", ["logit", "local", "hutchinson", "exact"])
