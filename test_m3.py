@@ -1,4 +1,4 @@
-"""pytest                        everything that proves the mathematics; CPU, no download, about four minutes
+"""pytest                        everything that proves the mathematics; CPU, no download, some minutes
 pytest -m benchmark -s        speed and memory, one JSON line each
 
 Every formula is checked against something that does not share its code: float64 autograd, a plain loop, a
