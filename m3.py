@@ -122,7 +122,11 @@ def left_pad(prompts, pad_id=0, device=None):
     # From lengths, never from `ids != pad_id`: with pad == eos that would also hide real end tokens.
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     mask = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
-    return ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)
+    return ids, mask, positions_of(mask)
+
+def positions_of(mask):
+    """Positions [.., L] of a mask of real tokens: each row counts from its own first one, pads stand at 0."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 def cache_name(model):
     """What this transformers release calls the key/value cache, as an argument and in the output."""
@@ -445,7 +449,7 @@ def join(prompts, tokens, mask, pad_id=0):
     The logits that predict reply token n stand in column L-1+n."""
     ids, attention, _ = left_pad(prompts, pad_id, tokens.device)
     attention = torch.cat([attention, mask.long()], 1)
-    return torch.cat([ids, tokens], 1), attention, (attention.cumsum(-1) - 1).clamp(min=0)
+    return torch.cat([ids, tokens], 1), attention, positions_of(attention)
 
 def hidden_states(backbone, prompts, tokens, pad_id=0, share=True):
     """Hidden states h [B, N, d] from which the head predicts tokens[b, n], given prompts[b] + tokens[b, :n].

@@ -145,15 +145,14 @@ def finish(terms, dots):
 
 def _wide(x): return x if x.dtype == torch.float64 else x.float()
 def _flat(x): return torch.cat([_wide(t.detach()).flatten() for t in ([x] if torch.is_tensor(x) else x)])
-def _positions(mask): return (mask.long().cumsum(-1) - 1).clamp_min(0)
 
 def _gram(a, b):  # (a.b, a.a, b.b) over the last dimension, in float32 or better: [..., x] twice -> [3, ...]
     a, b = _wide(a), _wide(b)
     return torch.stack([(a * b).sum(-1), a.square().sum(-1), b.square().sum(-1)])
 
 def _batch(ids, mask, keep):  # a model's arguments; only the last `keep` columns need logits
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": _positions(mask), "use_cache": False,
-            "logits_to_keep": keep}
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": m3.positions_of(mask),
+            "use_cache": False, "logits_to_keep": keep}
 
 # --- The local kernel ---------------------------------------------------------------------------------------
 # Keys and values are held constant. Then z^n depends on a weight only through position n's own activations,
@@ -573,8 +572,7 @@ def main(argv=None):
             curves = read_curves(own.vls)
         out.mkdir(parents=True, exist_ok=True)
         return show_curves(curves, out)
-    with train.or_fail(f"--device {flags.device} cannot be used"):
-        device = torch.empty(0, device=flags.device).device
+    device = train.find_device(flags)
     world = train.load(flags, device)
     if own.checkpoint:
         student, *_ = train.load_model(own.checkpoint, world.base.dtype, device, "--checkpoint")
@@ -587,8 +585,8 @@ def main(argv=None):
     batch = train.to_batch(rollouts, torch.tensor(paid, dtype=torch.float32, device=device), world, flags)
     if not batch.advantages.any():
         train.fail("every group is all right or all wrong: raise --prompts-per-step or --group-size", 1)
-    settings = m3.Settings(**{name: vars(flags)[name] for name in m3.Settings._fields if name in vars(flags)})
-    step = functools.partial(m3.m3_step, run.student, run.teacher, params=run.params, settings=settings,
+    step = functools.partial(m3.m3_step, run.student, run.teacher, params=run.params,
+                             settings=train.settings_of(flags),
                              micro_batch=flags.micro_batch, chunk=flags.vocab_chunk)
     options = {"chunk": flags.vocab_chunk, "generator": generator}
     mixed = [b for b in range(len(paid)) if batch.advantages[b] != 0]  # whole groups: all of one or none

@@ -2720,7 +2720,7 @@ def position_gradients(model, ids, mask, delta):
     params, out = [p for p in model.parameters() if p.requires_grad], []
     for b in range(B):
         row, m = ids[b : b + 1], mask[b : b + 1]
-        z = model(input_ids=row, attention_mask=m, position_ids=ntk._positions(m)).logits[0]
+        z = model(input_ids=row, attention_mask=m, position_ids=m3.positions_of(m)).logits[0]
         for n in range(N):
             g = torch.autograd.grad(
                 (z[-N - 1 + n] * delta[b, n]).sum(), params, retain_graph=True, allow_unused=True
@@ -3096,7 +3096,7 @@ def test_invariances(kernel):
 def test_conflict_on_purpose(kernel):
     """A > 0 on a token that the teacher puts far below the student: the pushes fight; far above: agree."""
     model, (ids, mask, _, _) = small(), rows_of()
-    z = model(input_ids=ids, attention_mask=mask, position_ids=ntk._positions(mask)).logits[:, 4:-1].detach()
+    z = model(input_ids=ids, attention_mask=mask, position_ids=m3.positions_of(mask)).logits[:, 4:-1].detach()
     y = ids[:, 5:, None]
     R = -(torch.zeros_like(z).scatter(-1, y, 1.0) - z.softmax(-1)) * mask[:, 5:, None]
     for shift, sign in ((-8.0, -1), (8.0, 1)):
@@ -3155,7 +3155,7 @@ def test_prop9_a_select_step_never_hurts_the_reward():
                 z = moved(
                     input_ids=ids[b : b + 1],
                     attention_mask=mask[b : b + 1],
-                    position_ids=ntk._positions(mask[b : b + 1]),
+                    position_ids=m3.positions_of(mask[b : b + 1]),
                 ).logits[0, 4 + n]
             ends.append((z @ R[b, n]).item())
         return (ends[0] - ends[1]) / (2 * eta)
@@ -3186,7 +3186,7 @@ def test_prop16_what_the_gate_gains_over_m3_norm():
 def test_geometry_eq7_and_eq72():
     model, (ids, mask, D, R) = small(), rows_of()
     params = list(model.parameters())
-    z = model(input_ids=ids, attention_mask=mask, position_ids=ntk._positions(mask)).logits[:, 4:-1]
+    z = model(input_ids=ids, attention_mask=mask, position_ids=m3.positions_of(mask)).logits[:, 4:-1]
     model.lm_head.weight.grad = mark = torch.ones_like(model.lm_head.weight)
     got = ntk.gradient_geometry(model, z, D / 20, R / 20)
     assert model.lm_head.weight.grad is mark and all(not p._post_accumulate_grad_hooks for p in params)

@@ -1241,6 +1241,11 @@ def due(every, step):
 
 # --- The run --------------------------------------------------------------------------------------
 
+def settings_of(flags):
+    """What the methods are told. --eta-in is a multiple of --lr, m3's eta_in a length."""
+    settings = m3.Settings(**{name: vars(flags)[name] for name in m3.Settings._fields if name in vars(flags)})
+    return settings._replace(eta_in=flags.eta_in * flags.lr)
+
 def find_device(flags):
     """The device of this process; with torchrun, the processes know each other from here on."""
     with or_fail(f"--device {flags.device} cannot be used"):
@@ -1261,8 +1266,7 @@ def train(flags):
     interrupted = []  # from here on a signal ends the run after the step in hand, saved
     on_stop(lambda number, frame: interrupted.append(number))
     log, s_bar, saved = resume(run, out, flags) if flags.resume else start(run, world, out, flags)
-    settings = m3.Settings(**{name: vars(flags)[name] for name in m3.Settings._fields if name in vars(flags)})
-    settings = settings._replace(eta_in=flags.eta_in * flags.lr)
+    settings = settings_of(flags)
     memory = {"micro_batch": flags.micro_batch, "chunk": flags.vocab_chunk,
               "checkpointing": flags.gradient_checkpointing}
     broken = 0
