@@ -873,6 +873,7 @@ def backward(student, teacher, batch, seeds_of, params, settings=DEFAULTS, kdr=N
                 accumulate([leaf_grads[name], *gradients[name]], signals.logits, [micro.leaf, *params], seed)
         for name, grad in leaf_grads.items():
             accumulate(gradients[name], micro.hidden, params, grad)
+        micro.only = None  # it knows its micro-batch: two that know each other wait for the garbage collector
     return dict(gradients)
 
 def geometry(g_R, g_D):

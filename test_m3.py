@@ -10,6 +10,7 @@ import contextlib
 import copy
 import csv
 import datetime
+import gc
 import html
 import inspect
 import io
@@ -475,6 +476,19 @@ def test_m3_select_step_equals_a_plain_one(memory):
     assert got.s_bar == pytest.approx(torch.cat(norms).mean().item(), rel=1e-5)
     for ours, theirs in zip(got.update, want):
         torch.testing.assert_close(ours, (got.s_bar * theirs).float(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_frees_its_logits_without_the_garbage_collector():
+    """[T, V] tensors that wait for it filled the memory: 22 GB after six steps of a model of 135M weights."""
+    model, teacher = tiny(), tiny(seed=1)
+    gc.collect()
+    gc.disable()
+    try:
+        m3.m3_step(m3.split_head(model), m3.split_head(teacher), step_batch(model), "m3-soft",
+                   list(model.parameters()), statistics=True)
+        assert not any(isinstance(x, (m3.Signals, m3.MicroBatch)) for x in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("gate", ["select", "soft"])
