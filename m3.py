@@ -4,8 +4,8 @@ Copy these functions; this is not a library. m3_step (section 7) is the training
 
 A student samples G responses per prompt. A verifier pays each 0 or 1. A teacher that sees more (the frozen
 initial policy, reading the gold solution too) gives a distribution at every token. Both signals are
-residuals, their exact gradients in the student's logits: any weighted sum of them is ONE
-pass, logits.backward(seed).
+residuals, their exact gradients in the student's logits: any weighted sum of them, the seed, needs ONE
+vector-Jacobian product (backward, section 7).
 
 Papers: [M3] arXiv 2609.34849, [VLS] arXiv 2610.11247; equation numbers are theirs. Departures:
   1. No loss is differentiated by autograd. M3 re-weights and normalises residuals token by token, which no
@@ -51,15 +51,19 @@ def prompt_text(tokenizer, row, shots=(), reference="", date=None):
         hint = f" Hint : {reference}\n" if reference else " "
         return f"{row['question']}{hint}Answer :"
     finish, word = FINISH[row["kind"]]
-    ask = f'\n\nReason step by step, then finish with "{finish.format(word)}".'
-    hint = ""
-    if reference:
-        hint = f"\n\nReference solution:\n{reference}\n\nNow derive the answer in your own words."
+
+    def ask(question, reference):
+        hint = ""
+        if reference:
+            hint = f"\n\nReference solution:\n{reference}\n\nNow derive the answer in your own words."
+        return f'{question}{hint}\n\nReason step by step, then finish with "{finish.format(word)}".'
+
     turns = []
     for shot in shots:  # the student reads these too: never a misled one
-        right = {name: value for name, value in shot.items() if name != "misled"}
-        turns += [shot["question"] + ask, reference_text(right, "solution")]
-    turns.append(row["question"] + hint + ask)
+        worked = reference_text({name: value for name, value in shot.items() if name != "misled"}, "solution")
+        # To a teacher, each shot also shows how a reference is used: a small one copies it far more often.
+        turns += [ask(shot["question"], reference and worked), worked]
+    turns.append(ask(row["question"], reference))
     if tokenizer.chat_template:
         messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
         day = datetime.date.fromisoformat(date) if date else datetime.date.today()
@@ -385,7 +389,7 @@ def _same_math(text, gold):
     *before, box = re.split(BOX, text)
     sides = [_latex(_box(box)) if before else "", _latex(gold)]
     bare = [re.sub(EXTRAS, "", side) for side in sides]
-    if bare[0] == sides[0] or bare[1] == sides[1]:  # both name a variable or a unit: it must be the same
+    if bare[0] == sides[0] or bare[1] == sides[1]:  # else both name a variable or unit: it must be the same
         sides = bare
     values = [_value(side) for side in sides]
     reply, gold = (re.sub(r"(?<!\d) | (?!\d)", "", side) for side in sides)
@@ -550,8 +554,8 @@ DIVERGENCES = {"jsd": (jsd, jsd_residual), "fkl": (fkl, fkl_residual), "rkl": (r
 def divergence(student_logits, teacher_logits, kind="jsd", lam=0.5, k=16):
     """Divergence of teacher and student per position, in nats. logits [..., V] -> [...] float32 (or float64).
 
-    kind: of DIVERGENCES, else KeyError. lam of the jsd, in (0, 1): TRL's with beta = lam, but 0 at both ends,
-    where TRL has fkl and rkl. k of rkl-topk.
+    kind: of DIVERGENCES, else KeyError. lam of the jsd, strictly between 0 and 1: there it is TRL's with
+    beta = lam; towards both ends it vanishes, where TRL switches to fkl and rkl. k of rkl-topk.
     """
     return DIVERGENCES[kind][0](log_softmax(student_logits), log_softmax(teacher_logits), lam, k)
 
@@ -581,7 +585,8 @@ def normalize(residual, eps):
     """delta / (||delta|| + eps) over the vocabulary [eq 10]. [..., V] -> [..., V], norms below 1; 0 stays 0.
 
     eps is a real hyper-parameter, in units of a residual's norm (fkl's: 0 .. sqrt 2, reward's: times |A|).
-    Far above it residuals become unit vectors: 1e-8 lifts ||delta|| = 1e-4 to the force of 1.
+    A residual far longer than eps becomes a unit vector: with eps = 1e-8 one of norm 1e-4 counts as much as
+    one of norm 1.
     """
     return residual / (residual.norm(dim=-1, keepdim=True) + eps)
 
@@ -614,11 +619,11 @@ DEFAULTS = Settings()
 
 class Signals:
     """What is known of T response tokens, computed when first asked for: GRPO never runs the teacher."""
-    def __init__(self, micro, chunk):
-        self.micro, self.chunk, self.settings = micro, chunk, micro.settings
-        self.tokens, self.row = micro.tokens[chunk], micro.row[chunk]  # y [T]; the token's row in the batch
-        self.advantages, self.weights = micro.advantages[chunk], micro.weights[chunk]  # A; 1/N of eqs 1 and 2
-        self.logits = self.tempered(micro.student[1](micro.leaf[chunk]))  # [T, V], with a graph
+    def __init__(self, micro, part):  # part: a slice of the micro-batch's tokens
+        self.micro, self.part, self.settings = micro, part, micro.settings
+        self.tokens, self.row = micro.tokens[part], micro.row[part]  # y [T]; the token's row in the batch
+        self.advantages, self.weights = micro.advantages[part], micro.weights[part]  # A; 1/N of eqs 1 and 2
+        self.logits = self.tempered(micro.student[1](micro.leaf[part]))  # [T, V], with a graph
         self.z_S = self.logits.detach()
     def tempered(self, logits):  # no copy at temperature 1
         temperature, logits = self.settings.temperature, logits.float()
@@ -626,7 +631,7 @@ class Signals:
     @functools.cached_property
     def z_T(self):
         with torch.no_grad():
-            return self.tempered(self.micro.teacher[1](self.micro.teacher_hidden[self.chunk]))
+            return self.tempered(self.micro.teacher[1](self.micro.teacher_hidden[self.part]))
     @functools.cached_property
     def delta_R(self):  # eq 5
         return reward_residual(self.z_S, self.tokens, self.advantages)
@@ -640,19 +645,21 @@ class Signals:
         scale = self.settings.distill_scale * ~self.clipped[:, None]  # a clipped token gives exactly 0
         return scale * distill_residual(self.z_S, self.z_T, kind, self.settings.lam)
     @functools.cached_property
-    def divergence(self):  # [T], eq 1 before its clip
-        raw = divergence(self.z_S, self.z_T, self.settings.divergence, self.settings.lam)
-        return raw * self.settings.distill_scale
+    def unclipped(self):  # [T]: D of eq 1
+        return divergence(self.z_S, self.z_T, self.settings.divergence, self.settings.lam)
     @functools.cached_property
     def clipped(self):  # [T] bool
-        return self.divergence >= (self.settings.tau or math.inf) * self.settings.distill_scale
+        return self.unclipped >= (self.settings.tau or math.inf)
+    @functools.cached_property
+    def token_loss(self):  # [T]: min(D, tau), scaled
+        return self.settings.distill_scale * self.unclipped.clamp(max=self.settings.tau or math.inf)
     @functools.cached_property
     def conflict(self):  # K_DR(n), cos phi_n [T]; a kernel of ntk.py runs on the whole micro-batch, once
         if self.micro.kdr is None:
             return isotropic_kernel(self.delta_D, self.delta_R)
-        return [x[self.chunk] for x in self.micro.conflict]
+        return [x[self.part] for x in self.micro.conflict]
     def columns(self, alpha, look):
-        """For a log: name -> [T]; of teacher and conflict what is there already. look: K_DR in any case."""
+        """For a log: name -> [T]; of teacher and conflict what was asked for. look: K_DR in any case."""
         log_ps = log_softmax(self.z_S)
         seen = dict(row=self.row, weight=self.weights, advantage=self.advantages,
                     norm_R=self.delta_R.norm(dim=-1), alpha=torch.zeros_like(self.weights) + alpha,
@@ -660,8 +667,8 @@ class Signals:
                     entropy=torch.special.entr(log_ps.exp()).sum(-1))
         if look or "conflict" in vars(self):
             seen["K"], seen["cos"] = self.conflict
-        if "z_T" in vars(self):
-            seen |= dict(divergence=self.divergence, clipped=self.clipped)
+        if "z_T" in vars(self) or "K" in seen:  # a kernel asks the teacher, perhaps for all chunks
+            seen |= dict(token_loss=self.token_loss, clipped=self.clipped)
         return seen
 
 def grpo(s, f):
@@ -733,7 +740,7 @@ def m3_seed(s, f, alpha):
 
 def gradnorm(norm_R, norm_D, phi):
     """both gradients at one length: weights kappa and 1 over 1 + kappa [M3 Prop. 5]"""
-    # By the norms: nothing divides by 0. No reward gradient: (1, 0), its partner shrinks too. None: 1/2 each.
+    # By the norms: nothing divides by 0. Without a reward gradient the weights are (1, 0): no update at all.
     total = norm_R + norm_D
     return (norm_D / total, norm_R / total) if total > 0 else (0.5, 0.5)
 
@@ -763,7 +770,7 @@ class Method(NamedTuple):
     peek: bool = False  # M3-EG: what the seed gives is m_D
     move_teacher: Callable | None = None  # (teacher's parameters, student's, step), after each step
 
-# The one place where a method is registered. The first line of its function is its line in `train.py --help`.
+# The one place where a method is registered. Its docstring's first line is its line in `train.py --help`.
 METHODS = {
     "grpo": Method(grpo), "opd": Method(opd), "hybrid": Method(hybrid),
     "gradnorm": Method(mix=gradnorm), "pcgrad": Method(mix=pcgrad), "minnorm": Method(mix=minnorm),
@@ -821,13 +828,13 @@ class MicroBatch:
         self.tokens, self.weights = self.replies[self.real], batch.weights[rows, :length][self.real]  # [T]
         self.row = rows[:, None].expand_as(self.real)[self.real]
         self.advantages = batch.advantages[self.row]
-        student[0].train(checkpointing)  # transformers checkpoints in training mode only; dropout is 0
+        student[0].train(checkpointing)  # transformers checkpoints in training mode only; dropout must be 0
         hidden = hidden_states(student[0], self.prompts, self.replies, share=not checkpointing)
         student[0].eval()
         self.hidden = hidden[self.real]  # [T, d]
         # Cut here: the seeds of all chunks add up in this leaf's gradient and then enter `hidden` at once.
         self.leaf = self.hidden.detach().requires_grad_()
-        self.only = Signals(self, slice(None)) if len(self.tokens) <= chunk else None
+        self.only = Signals(self, slice(None)) if len(self.tokens) <= chunk else None  # one chunk: kept
     @functools.cached_property
     def teacher_hidden(self):  # [T, d]: the same tokens; only what stands before them differs
         with torch.inference_mode(), lora_off(self.teacher[0]):
@@ -858,7 +865,8 @@ def backward(student, teacher, batch, seeds_of, params, settings=DEFAULTS, kdr=N
     student, teacher: (backbone, head), see split_head. seeds_of(signals) -> {name: seed [T, V]}; each is
     multiplied by the tokens' weights. kdr(ids, attention, mask, residuals) -> K, cos: ntk.kdr_flat with its
     model; None: isotropic. micro_batch: rows per pass, 0 is all. chunk: tokens whose logits exist at one
-    time. Neither changes the result. Of a token, d numbers and not V wait for the backward pass.
+    time. Neither changes the result, but for methods that draw per chunk (m3-random). Of a token, d numbers
+    and not V wait for the backward pass.
     """
     gradients = collections.defaultdict(lambda: [torch.zeros_like(p, dtype=torch.float32) for p in params])
     rows = torch.arange(len(batch.mask), device=batch.mask.device)
@@ -873,7 +881,7 @@ def backward(student, teacher, batch, seeds_of, params, settings=DEFAULTS, kdr=N
                 accumulate([leaf_grads[name], *gradients[name]], signals.logits, [micro.leaf, *params], seed)
         for name, grad in leaf_grads.items():
             accumulate(gradients[name], micro.hidden, params, grad)
-        micro.only = None  # it knows its micro-batch: two that know each other wait for the garbage collector
+        micro.only = None  # it knows its micro-batch: such a circle keeps its memory until a later collection
     return dict(gradients)
 
 def geometry(g_R, g_D):
@@ -944,26 +952,26 @@ def m3_step(student, teacher, batch, method, params, settings=DEFAULTS, s_bar=No
     def reward_alone(signals):
         return {"update": normalize(signals.delta_R, settings.eps)}
 
-    def gradients_of(seeds_of):
-        gradients = backward(student, teacher, batch, seeds_of, params, settings, kdr, **memory)
+    def gradients_of(seeds):
+        gradients = backward(student, teacher, batch, seeds, params, settings, kdr, **memory)
         for tensors in gradients.values():
             add_up(tensors)
         return gradients
 
     gradients = gradients_of(seeds_of)
     columns = {name: torch.cat(parts) for name, parts in seen.items()}
-    shape = geometry(gradients["R"], gradients["D"]) if "R" in gradients else None
+    measured = geometry(gradients["R"], gradients["D"]) if "R" in gradients else None
     if chosen.peek:
         with extragradient(params, gradients["update"], settings.eta_in):
             gradients |= gradients_of(reward_alone)
     if chosen.mix:
-        w_R, w_D = chosen.mix(shape["norm_R"], shape["norm_D"], shape["phi"] or 0.0)
+        w_R, w_D = chosen.mix(measured["norm_R"], measured["norm_D"], measured["phi"] or 0.0)
         gradients["update"] = [w_R * g_R + w_D * g_D for g_R, g_D in zip(gradients["R"], gradients["D"])]
         columns["alpha"].fill_(w_D / (w_R + w_D))
     if chosen.scaled:
         s_bar = update_scale(columns["norm_R"], columns["advantage"], s_bar, add_up)
         torch._foreach_mul_(gradients["update"], s_bar or 1.0)
-    return Step(gradients["update"], columns, shape, s_bar)
+    return Step(gradients["update"], columns, measured, s_bar)
 
 # --- 8. LoRA: few trainable weights, and a frozen teacher for free ------------------------------------------
 

@@ -64,7 +64,7 @@ def kdr_exact(model, input_ids, attention_mask, delta_D, delta_R, chunk=8):
                 for g in grads:
                     if g is not None:  # [2c, *parameter]
                         terms[:, b, part] += _gram(*g.flatten(1).chunk(2))
-    return finish(terms, dots)
+    return to_cosine(terms, dots)
 
 def kdr_hutchinson(model, input_ids, attention_mask, delta_D, delta_R, probes=16, generator=None, signs=None):
     """Diagonal of J_D^T J_R by random signs: s_n <J^n delta_D^n, sum_m s_m J^m delta_R^m> has mean K_DR(n),
@@ -92,7 +92,7 @@ def kdr_hutchinson(model, input_ids, attention_mask, delta_D, delta_R, probes=16
                 z_D, z_R = (s * torch.func.jvp(logits, (params,), pull(s * u))[1] for u in (u_D, u_R))
                 products = (u_D * z_R + u_R * z_D) / 2, u_D * z_D, u_R * z_R  # DR, DD, RR
                 terms[:, b] += torch.stack(products).sum(-1) / len(signs)
-    return finish(terms * torch.stack([norms[0] * norms[1], dots[1], dots[2]]), dots)
+    return to_cosine(terms * torch.stack([norms[0] * norms[1], dots[1], dots[2]]), dots)
 
 def kdr_flat(model, input_ids, attention_mask, real, residuals, kernel="local", chunk=4096, **options):
     """kdr() for a training loop: K [T], cos [T] of the T real tokens alone, laid out flat. real [B,N] bool.
@@ -137,7 +137,7 @@ def try_kernel(model, kernel):
         name = type(model).__name__
         raise ValueError(f"--kernel {kernel} cannot run on {name}, use --kernel logit: {reason}") from error
 
-def finish(terms, dots):
+def to_cosine(terms, dots):
     """K and cos of (DR, DD, RR) [3,B,N]; exactly 0 where a residual is 0. dots: of the residuals alone."""
     live, norm = (dots[1:] > 0).all(0), terms[1].clamp_min(0).sqrt() * terms[2].clamp_min(0).sqrt()
     K = torch.where(live, terms[0], 0.0)
@@ -190,7 +190,7 @@ def _hook(names, terms, ends):
     """Forward hook: the module will add its share to terms [3,B,N]. ends: what embeddings gave, else None."""
     def forward_hook(module, args, out):
         embeds, rows = isinstance(module, nn.Embedding), terms.shape[1]
-        # Nothing to add: the prompts, which run once per distinct one; frozen, or norm_share's own call.
+        # Nothing to add: the pass over the distinct prompts (at most B rows), frozen parts, norm_share's own.
         if len(out) <= rows or not (embeds or out.requires_grad):
             return None
         if module in ends or out.shape[:2] != (2 * rows, terms.shape[2]):
@@ -251,7 +251,7 @@ def local_terms(model, input_ids, attention_mask, of_head):
         at_D, at_R = of_head["token"].unbind(-1)
         hb_D, hb_R = ((h * _wide(b[embedding][i::2])).sum(-1) for i in (0, 1))
         terms += torch.stack([at_D * hb_R + at_R * hb_D, 2 * at_D * hb_D, 2 * at_R * hb_R])
-    return finish(terms, dots)
+    return to_cosine(terms, dots)
 
 def _parts(model):
     """Backbone (ids -> hidden states), output head, input embedding; ValueError unless logits = head(h)."""
@@ -379,14 +379,13 @@ def occupancy_step(student, teacher, batch, params, settings, group_size, add_up
     add_up: sums tensors over processes. memory: see m3.backward. Cost: 4 backward and 2 forward passes."""
     fold = torch.arange(len(batch.tokens), device=batch.tokens.device) % group_size % 2  # [B]
     whole_over_fold = group_size / (group_size - group_size // 2), group_size / (group_size // 2)
-    largest = (settings.tau or math.inf) * settings.distill_scale
-    loss = batch.weights.new_zeros(len(fold))  # L of each response
+    loss = batch.weights.new_zeros(len(fold))  # L of each response, added up by seeds_g
 
     def by_fold(name, residual, row):
         return {f"{name}{k}": residual * (whole_over_fold[k] * (fold[row] == k))[:, None] for k in (0, 1)}
 
     def seeds_g(s):
-        loss.index_add_(0, s.row, s.weights * s.divergence.clamp(max=largest))
+        loss.index_add_(0, s.row, s.weights * s.token_loss)
         return by_fold("g", s.loss_gradient, s.row)
 
     def seeds_h(s):
@@ -395,7 +394,7 @@ def occupancy_step(student, teacher, batch, params, settings, group_size, add_up
     gradients = m3.backward(student, teacher, batch, seeds_g, params, settings, **memory)
     L = loss.view(-1, group_size)  # [P,G]
     baseline = torch.stack([L[:, 1::2].mean(1), L[:, ::2].mean(1)], 1)  # [P,2], of the OTHER fold
-    # To move the visited prefixes changes the loss by (L - baseline) grad log pi, as would A = baseline - L.
+    # The seed that is wanted is (L - baseline) grad log pi; delta_R gives it with A = baseline - L.
     advantages = (baseline[:, fold[:group_size]] - L).flatten()
     moved = batch._replace(advantages=advantages, weights=batch.mask.float())
     gradients |= m3.backward(student, teacher, moved, seeds_h, params, settings, **memory)
@@ -580,16 +579,14 @@ def main(argv=None):
     run = train.set_up(flags, world, device)
     generator = torch.Generator().manual_seed(flags.seed)
     rollouts = train.roll_out(run, world, flags, world.problems[:flags.prompts_per_step], generator)
-    paid = [m3.verify(text, problem["answer"], problem["kind"])
-            for text, problem in zip(rollouts.texts, rollouts.asked)]
-    batch = train.to_batch(rollouts, torch.tensor(paid, dtype=torch.float32, device=device), world, flags)
+    batch = train.to_batch(rollouts, train.grade(rollouts, device), world, flags)
     if not batch.advantages.any():
         train.fail("every group is all right or all wrong: raise --prompts-per-step or --group-size", 1)
     step = functools.partial(m3.m3_step, run.student, run.teacher, params=run.params,
                              settings=train.settings_of(flags),
                              micro_batch=flags.micro_batch, chunk=flags.vocab_chunk)
     options = {"chunk": flags.vocab_chunk, "generator": generator}
-    mixed = [b for b in range(len(paid)) if batch.advantages[b] != 0]  # whole groups: all of one or none
+    mixed = batch.advantages.nonzero()[:, 0].tolist()  # whole groups: all of one or none
     rows = mixed[:max(1, own.rows_exact // group) * group]
     prompts, hints = ([texts[b] for b in rows] for texts in (batch.prompts, batch.hints))
     few = m3.Batch(prompts, hints, *(column[rows] for column in batch[2:]))

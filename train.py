@@ -69,7 +69,7 @@ PRESETS = {
 # What may change on the way decides how far, how fast and where a run goes on, and how often it is looked at;
 # anything else would make a log that no one set of flags describes.
 NEUTRAL = ["out", "threads", "device", "micro_batch", "vocab_chunk", "gradient_checkpointing",
-           "save_every", "date"]  # these do not even change a result
+           "save_every", "date"]  # nor do these change a result, but for m3-random's draws, a template's day
 MAY_CHANGE = [*NEUTRAL, "steps", "lr", "weight_decay", "clip", "eval_every", "stats_every", "kdr_every",
               "occupancy_every", "stop_on_collapse", "swa"]
 NOT_A_RUN = ["plot", "compare", "seeds", "preset", "resume", "probe"]  # of the program, not of one run
@@ -889,14 +889,11 @@ def how_to_go_on(out):
     return "give the same command again: there is no checkpoint yet"
 
 def steps_left(flags, log):
-    """The steps still to be trained. Of a run that has ended there are none, and that is said."""
+    """The steps still to be trained: none of a run that has ended."""
     last, over = log[-1]["step"], log[-1]["collapsed"] and flags.stop_on_collapse
     if flags.steps < last:
         fail(f"--steps {flags.steps}: the run in {flags.out} has {last} already")
-    if over or flags.steps == last:
-        print(f"the run in {flags.out} is finished, {last} steps; with a larger --steps it goes on")
-        return range(0)
-    return range(last + 1, flags.steps + 1)
+    return range(0) if over else range(last + 1, flags.steps + 1)
 
 def write_folder(folder, fill):
     """Let `fill(temporary folder)` write, flush it to disk, then rename it to `folder` in one step."""
@@ -1102,7 +1099,8 @@ def resume(run, out, flags):
         log, samples = ([line for line in read_log(out / f"{name}.jsonl") if line["step"] <= saved["step"]]
                         for name in ("metrics", "samples"))
         assert [line["step"] for line in log] == list(range(saved["step"] + 1)), "metrics.jsonl lacks steps"
-    steps_left(flags, log)  # says what is wrong before anything is written
+    if not steps_left(flags, log):  # asked before anything is written
+        print(f"the run in {out} is finished, {len(log) - 1} steps; with a larger --steps it goes on")
     for rest in out.glob(f".*{TEMPORARY}") if RANK == 0 else ():  # a killed process left it
         shutil.rmtree(rest, ignore_errors=True)
         rest.unlink(missing_ok=True)
@@ -1130,6 +1128,12 @@ def roll_out(run, world, flags, problems, generator):
             eos_ids=world.eos_ids, pad_id=world.tokenizer.pad_token_id)
     asked = [problem for problem in problems[mine] for _ in range(group)]
     return Rollouts(asked, tokens, mask, m3.decode(world.tokenizer, tokens, mask))
+
+def grade(rollouts, device):
+    """The verifier's 0 or 1 for each response: [B] float32."""
+    paid = [m3.verify(text, problem["answer"], problem["kind"])
+            for text, problem in zip(rollouts.texts, rollouts.asked)]
+    return torch.tensor(paid, dtype=torch.float32, device=device)
 
 def to_batch(rollouts, rewards, world, flags):
     """What m3.m3_step needs of the rollouts. Weights and advantages are of the whole step, all processes'."""
@@ -1180,9 +1184,8 @@ def log_line(step, flags, rollouts, rewards, batch, result, eos_ids):
     line["alpha_eff"] = seen["alpha"].mean().item()
     for name in "reward", "zero_advantage", "entropy", "length", "truncated":
         line[name] = seen[name].float().mean().item()
-    if "divergence" in seen:  # null where nobody asked the teacher
-        largest = (flags.tau or math.inf) * flags.distill_scale
-        line["loss_D"] = (weight * seen["divergence"].clamp(max=largest)).sum().item()
+    if "token_loss" in seen:  # null where nobody asked the teacher
+        line["loss_D"] = (weight * seen["token_loss"]).sum().item()
         line["clipped"] = seen["clipped"].float().mean().item()
         if shape.get("norm_D") and line["loss_D"] > 0:
             line["mu"] = ntk.learning_signal(shape["norm_D"], line["loss_D"])
@@ -1283,9 +1286,7 @@ def train(flags):
         rollouts = roll_out(run, world, flags, problems, generator)
 
         # --- 2. reward: the verifier pays 0 or 1; the group is its own baseline ---
-        paid = [m3.verify(text, problem["answer"], problem["kind"])
-                for text, problem in zip(rollouts.texts, rollouts.asked)]
-        rewards = torch.tensor(paid, dtype=torch.float32, device=device)  # [B]
+        rewards = grade(rollouts, device)  # [B]
         batch = to_batch(rollouts, rewards, world, flags)
 
         # --- 3. score, find the conflicts, seed, go backward, combine ---
@@ -1313,7 +1314,7 @@ def train(flags):
 
         # --- 5. log ---
         line, seen = log_line(step, flags, rollouts, rewards, batch, result, world.eos_ids)
-        line = finite(line | extra | {"grad_norm": grad_norm})
+        line = without_infinities(line | extra | {"grad_norm": grad_norm})
         line["collapsed"] = step >= 10 and all(x["reward"] < 0.05 for x in [*log[-9:], line])
         done = step == flags.steps or (flags.stop_on_collapse and line["collapsed"])
         evaluated = due(flags.eval_every, step) or done
@@ -1344,17 +1345,17 @@ def train(flags):
         if done:
             break
     bar.close()
-    return end(run, world, out, flags, log, saved)
+    return end_run(run, world, out, flags, log, saved)
 
-def finite(line):
+def without_infinities(line):
     odd = [name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
     return line | dict.fromkeys(odd)
 
 # --- After the last step: summary, picture, report ------------------------------------------------
 
-def end(run, world, out, flags, log, saved):
+def end_run(run, world, out, flags, log, saved):
     """What is left of a run. Returns its summary."""
-    extra = finish(run, world, out, flags, log, saved)
+    extra = measure_end(run, world, out, flags, log, saved)
     summary = summarize(out, flags, log, len(world.held_out), extra)
     if RANK == 0:
         with contextlib.suppress(ModuleNotFoundError):  # no matplotlib, no picture
@@ -1362,7 +1363,7 @@ def end(run, world, out, flags, log, saved):
         report(out)
     return summary
 
-def finish(run, world, out, flags, log, saved):
+def measure_end(run, world, out, flags, log, saved):
     """What is measured once: how a distillation stalled [VLS], and the mean of two checkpoints."""
     extra, base, other, prompts = {}, world.base, world.other, [row["prompt_ids"] for row in world.held_out]
 
@@ -1448,7 +1449,7 @@ def report(out):
     page.append(f"<details><summary>Settings</summary><table>{''.join(rows)}</table></details>")
     replace_text(out / "report.html", "\n".join(page))
 
-# Panels of a picture: key in the log, title, over how many steps, scale; the last one's x is not the step.
+# Panels of a picture: key in the log, title, over how many steps, scale; "against" in a title: another x.
 PANELS = [("reward", "sampled reward, mean of 10 steps", 10, "linear"),
           ("accuracy", "greedy accuracy", 1, "linear"),
           ("kappa", r"$\kappa = |g_R|\,/\,|g_D|$, mean of 10; dotted: 5000", 10, "log"),
