@@ -233,7 +233,7 @@ NUMBER = re.compile(
     r"(?: ?\\cdot ?10\^\{?(?P<tens>[-+]?\d{1,3}(?!\d))\}?)?")
 SIZES = {"hundred": 2, "thousand": 3, "grand": 3, "lakh": 5, "million": 6, "billion": 9, "trillion": 12}
 # Behind one of these a number is a piece, a bound or denied. As in 10-12, > 18, half of 40, not 40, Step 2
-BEFORE = (r"(?i)(?:\d[ .,]?|[*/^_+×÷±√|<>] ?|- |\d ?-|\d,? (?:and|or) |\\\w+ ?\{?|\b(?:not(?: \w+)?|minus"
+BEFORE = (r"(?i)(?:\d[ .,]?|[*/^_+×÷±√|<>] ?|- |-\(|\d ?-|\d,? (?:and|or) |\\\w+ ?\{?|\b(?:not(?: \w+)?|minus"
           r"|negative|over|under|above|below|almost|nearly|step|part|than|(?:half|twice|double|third|quarter"
           r"|square|root)(?: of)?(?: the)?|(?:thou|mil|bil)\w+(?: is|:)?) )$")
 # In front of one of these too. As in 12-10, 5 or 7, 5 * (2 + 1), 5\pi, 3 hundredths, 3 hours 20, 2.4M
@@ -254,7 +254,7 @@ STATED = (r"(?im)\b%s(?:,? (?:therefore|thus|then|hence),?)?(?:\s+(?:is|was|equa
           r":?|\s*[:=])(?!\s*(?:not|correct|right|reasonable|consistent|valid|in)\b)|^A:(?=\s*\W{0,3}\d)")
 # A statement in doubt, by its clause so far. As in I don't think the answer is 28; the wrong answer is 28
 DOUBT = (r"(?i)(?:n't|\b(?:not|never|doubt|wonder|whether|unclear|false|if|wrong|incorrect|first|previous"
-         r"|earlier|initial|worst|least)) [^.,:;!?\n]*\Z")
+         r"|earlier|initial|worst|least|(?:some|many|others) (?:say|think|claim))) [^.,:;!?\n]*\Z")
 # The end of the clause that answers. As in 12 pears, which is 3 more
 CLAUSE_END = r"[;!?]|\.(?!\d)|,(?!\s*(?:-?\d|\(?(?:[A-E]|or|and|but so)\b))"
 # A closing sentence with one of these decides nothing. As in Perhaps it is 28
@@ -264,8 +264,9 @@ HEDGE = (r"(?i)\?|^\W*if\b|\bI (?:can(?:not|.t)|don.t|do not)\b|\b(?:not |un)sur
 CHOSEN = (r"(?im)\b(?:I|we)(?:'d|'ll| would| will)? (?:choose|chose|pick|select|go with) (?-i:(?!a\b))"
           r"|\b(?:so|therefore|thus|hence|leaves|it(?: is|'s| must be))[,:]? (?:it(?: is|'s| must be) )?"
           r"(?=(?:option |choice )?\W{0,2}(?-i:[A-E])\W{0,2}?(?:[.!\n]|\Z))"
-          r"|(?:^|[.!?:;,] |\b(?:so|that|thus|hence|therefore|but|only|I think),? )(?:option |answer )?"
-          r"(?=\(?(?-i:[A-E])\)? (?:is|must be) (?:the )?(?:correct|right|answer|best (?:choice|option))\b)")
+          r"|(?:^|[.!?:;,] |\b(?:so|that|means|thus|hence|therefore|but|only|I think),? )(?:option |answer )?"
+          r"(?=\(?(?-i:[A-E])\)? (?:is|must be) (?:the )?(?:correct|right|answer|best (?:choice|option))\b"
+          r"(?!,? but (?:it|that|this)\b[^.\n]*\b(?:wrong|incorrect|false|not (?:correct|right|true))\b))")
 # The chosen option, not `A or B`. As in the option (D); therefore D; d)
 CHOICE = (r"^(?i:(?:(?:therefore|thus|hence|clearly),?\s+)?(?:(?:the )?(?:option|choice|letter) )?)\W{0,5}"
           r"(?:([A-E1-5])(?![\w'])|([a-e])(?=[).:]|\W{0,5}$))(?!\)?[\s,/&]*(?:or|and)\W+[A-E1-5]\b"
