@@ -628,12 +628,11 @@ def test_readme_lines_load_a_checkpoint_and_ask_it(world, capsys):
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """A folder to run in. Its cached toy base model is an untrained one: no learning is tested here."""
+    """A folder to run in. Its cached toy base model is a small untrained one: no learning is tested here."""
     folder = tmp_path_factory.mktemp("world")
-    model = train.toy_base_model(0, steps=1)
-    with torch.no_grad():  # random logits near 0 would make every method's step alike
-        for p in model.parameters():
-            p.mul_(2)
+    model = tiny(vocab=len(train.TOY_WORDS), hidden_size=64, intermediate_size=128, head_dim=16,
+                 max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=None, pad_token_id=PAD,
+                 eos_token_id=EOS, initializer_range=0.1)
     model.save_pretrained(folder / train.toy_path())
     train.toy_tokenizer().save_pretrained(folder / train.toy_path())
     return folder
@@ -1110,7 +1109,7 @@ def test_hints_that_err():
         assert train.toy_misled(5, ops, 1.0)["solution"] == solution
     row = rows[1.0][0] | {"kind": "gsm8k"}  # a real model's examples are right, whatever its teacher is shown
     text = m3.prompt_text(tokenizer, ROW, shots=[row], reference=m3.reference_text(row, "solution"))
-    assert text.count(row["solution"]) == text.count(row["misled"]["solution"]) == 1
+    assert text.count(row["solution"]) == 2 and text.count(row["misled"]["solution"]) == 1
 
 
 def test_a_second_toy_task_is_one_entry(world, monkeypatch):
@@ -3556,7 +3555,7 @@ def test_teachers_are_made_once_and_compared(world, monkeypatch, capsys):
             for kind in ("privileged", "larger")}
     assert 0 < runs["privileged"]["d_par"] < 0.1 and 0.9 < runs["privileged"]["cka_min"] <= 1
     assert runs["larger"]["d_par"] == 0  # planted: it agrees, and then the gradient is exactly 0
-    assert len(runs["larger"]["cka"]) == 5
+    assert len(runs["larger"]["cka"]) == 3  # the embedding and two layers
     first = {kind: records(world / "teachers" / f"{kind}-0")[1] for kind in ("privileged", "larger")}
     # planted: the student itself, without a hint
     assert abs(first["larger"]["loss_D"]) < 1e-6 < first["privileged"]["loss_D"]
