@@ -13,6 +13,7 @@ import datetime
 import functools
 import gc
 import html
+import importlib.util
 import inspect
 import io
 import json
@@ -1110,6 +1111,27 @@ def test_hints_that_err():
     row = rows[1.0][0] | {"kind": "gsm8k"}  # a real model's examples are right, whatever its teacher is shown
     text = m3.prompt_text(tokenizer, ROW, shots=[row], reference=m3.reference_text(row, "solution"))
     assert text.count(row["solution"]) == 2 and text.count(row["misled"]["solution"]) == 1
+
+
+def test_phase_map_by_hand(tmp_path, capsys):
+    """Means .5 and .2, deviations .1, three seeds: .3 / sqrt(2 x .01 / 3) = 3.7 standard errors."""
+    spec = importlib.util.spec_from_file_location("phase_map", HERE / "assets" / "phase_map.py")
+    phase_map = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(phase_map)
+    middle = dict.fromkeys(phase_map.COLOURS, 0.1) | {"m3-soft": 0.5, "hybrid": 0.2}
+    for method, mean in middle.items():
+        for seed, reward in enumerate((mean - 0.1, mean, mean + 0.1)):
+            out = tmp_path / "cell" / f"{method}-{seed}"
+            out.mkdir(parents=True)
+            (out / "config.json").write_text(json.dumps({"hint_error": 0.5, "lr": 1e-3, "method": method}))
+            (out / "summary.json").write_text(json.dumps({"reward_last20": reward, "accuracy_end": reward}))
+    cells = phase_map.read_cells([tmp_path / "cell"])
+    lead = 0.3 / (0.02 / 3) ** 0.5
+    assert phase_map.verdict(cells[0.5, 1e-3]) == ("m3-soft", "hybrid", pytest.approx(lead))
+    phase_map.show(cells)
+    assert "| m3-soft, 3.7 s.e. over hybrid |" in capsys.readouterr().out
+    phase_map.draw(cells, tmp_path / "map.png")
+    assert (tmp_path / "map.png").stat().st_size > 10_000
 
 
 def test_a_second_toy_task_is_one_entry(world, monkeypatch):
