@@ -1,7 +1,6 @@
 """Statistics of hybrid reward + on-policy distillation: K_DR(n) four ways, kappa, Phi, [VLS]'s diagnostics.
 
-    python ntk.py                           # measures a batch of the toy model, colours two responses
-    python ntk.py --vls [RUN_FOLDER ...]    # the learning signal in [VLS]'s training logs, beside your runs
+    python ntk.py    # measures a batch of the toy model, colours two responses
 
 K_DR(n) = <J^n delta_D, J^n delta_R> [M3 eq 9], J^n = dz^n/dtheta as [d_par, V], says whether the teacher's
 push at token n helps the reward's (>= 0) or fights it (< 0: a conflict). Four kernels with one signature:
@@ -17,7 +16,7 @@ through keys and values. On toy models its sign is exact's on 93 to 99 % of the 
 [M3] = arXiv 2609.34849, [VLS] = arXiv 2610.11247. `local` wants a transformers model.
 Shapes: B rows, L columns, N response positions (the last ones), V vocabulary, d hidden.
 """
-import contextlib, csv, functools, html, json, math, pathlib, statistics, time
+import contextlib, functools, html, math, pathlib, statistics, time
 
 import torch
 from torch import nn
@@ -357,12 +356,12 @@ def signal_drop(losses, grad_norms, split):
     the split, a centred 9-step rolling median; last50: median mu of the last 50 steps. Steps without a mu do
     not count; NaN where none is left."""
     mu = [learning_signal(G, L) for G, L in zip(grad_norms, losses)]
-    before, after = _middle(mu[:split]), _middle(mu[split:split + 30])
-    remaining = _middle(losses[max(split - 5, 0):split + 4]) / losses[0]
+    before, after = middle(mu[:split]), middle(mu[split:split + 30])
+    remaining = middle(losses[max(split - 5, 0):split + 4]) / losses[0]
     return {"before": before, "after": after, "drop": before / after if after else math.nan,
-            "remaining": remaining, "last50": _middle(mu[-50:])}
+            "remaining": remaining, "last50": middle(mu[-50:])}
 
-def _middle(values):
+def middle(values):
     known = [x for x in values if x is not None and not math.isnan(x)]
     return statistics.median(known) if known else math.nan
 
@@ -441,51 +440,6 @@ def stall(start, end, prompts, losses):
             "gamma": gamma, "cka": cka, "cka_min": min(cka),
             "d_par": parameter_change(end, state) if end.dtype.itemsize > 2 else None}
 
-# --- python ntk.py --vls ------------------------------------------------------------------------------------
-def read_curves(folders):
-    """{name: {split, training: [(loss, gradient norm)], occupancy: [(g2, X)]}}: runs of [VLS], then yours."""
-    columns = {"training": ("opd_loss", "grad_norm_preclip"), "occupancy": ("g2_crossfit", "X_dot")}
-    curves = {}
-    for path in sorted((pathlib.Path(__file__).parent / "assets/vls").glob("*.csv"), reverse=True):
-        task, table = path.stem.split("_")
-        for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
-            empty = {"split": 30 if task == "math" else 15, "training": [], "occupancy": []}
-            values = [float(row[name]) if row[name] else None for name in columns[table]]
-            curves.setdefault(row["teacher"], empty)[table].append(values)
-    for folder in map(pathlib.Path, folders):
-        if json.loads((folder / "config.json").read_text(encoding="utf-8"))["method"] != "opd":
-            raise ValueError(f"{folder} is no run of --method opd: its gradient norm has other parts")
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[1:-1]  # steps 1, 2, ...
-        lines = [json.loads(line) for line in lines]
-        pairs = [(line.get("occupancy_g2"), line.get("occupancy_X")) for line in lines]
-        training = [(line["loss_D"], line["grad_norm"]) for line in lines]
-        occupied = [pair for pair in pairs if pair[0]]
-        curves[str(folder)] = {"split": 30, "training": training, "occupancy": occupied}
-    return curves
-
-def show_curves(curves, out):
-    """The table [VLS E.3] of these runs, and OUT/vls.png: mu and the remaining loss, medians of 9 steps."""
-    from matplotlib.figure import Figure
-    figure, rows = Figure(figsize=(9, 4.6), layout="constrained"), []
-    axes = figure.subplots(1, 2)
-    for name, curve in curves.items():
-        losses, norms = zip(*curve["training"])
-        drop = signal_drop(losses, norms, curve["split"])
-        falls = [1 + X / g2 > 0 for g2, X in curve["occupancy"]]
-        rows.append([name, curve["split"], *drop.values(), f"{sum(falls)} of {len(falls)}"])
-        mu = [learning_signal(G, L) for G, L in zip(norms, losses)]
-        for axis, values in zip(axes, (mu, [L and L / losses[0] for L in losses])):
-            smooth = [_middle(values[max(i - 4, 0):i + 5]) for i in range(len(values))]
-            axis.plot(range(1, len(smooth) + 1), smooth, label=pathlib.Path(name).name, linewidth=1.8)
-    for axis, title in zip(axes, ("learning signal mu", "remaining loss L/L_1")):
-        axis.set(yscale="log")
-        axis.set_title(f"{title}, by step", fontsize=14)
-        axis.tick_params(labelsize=12)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=12)
-    figure.savefig(out / "vls.png", dpi=110)
-    print_table("mu = G^2/(2L) before and after the split; 1 + X/g^2 > 0: checkpoints where the loss falls",
-                ["run", "split", *drop, "1 + X/g^2 > 0"], rows)
-
 # --- python ntk.py ------------------------------------------------------------------------------------------
 def print_table(title, header, rows):
     print(f"\n{title}", flush=True)
@@ -562,15 +516,9 @@ def main(argv=None):
     parser = train.Parser("ntk.py", allow_abbrev=False, description=main.__doc__)
     parser.add_argument("--checkpoint", default="", help="the student, of a run from --model, which teaches")
     parser.add_argument("--rows-exact", default=16, type=int, help="responses for the kernels [16]")
-    parser.add_argument("--vls", nargs="*", metavar="RUN", help="[VLS]'s logs beside runs of yours, no model")
     own, rest = parser.parse_known_args(argv)
     flags = train.parse_flags(["--out", "runs/ntk", "--dtype", "float32", *rest])
     out, group = pathlib.Path(flags.out), flags.group_size
-    if own.vls is not None:
-        with train.or_fail("--vls wants folders of runs of train.py"):
-            curves = read_curves(own.vls)
-        out.mkdir(parents=True, exist_ok=True)
-        return show_curves(curves, out)
     device = train.find_device(flags)
     world = train.load(flags, device)
     if own.checkpoint:

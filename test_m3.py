@@ -13,7 +13,6 @@ import datetime
 import functools
 import gc
 import html
-import importlib.util
 import inspect
 import io
 import json
@@ -48,6 +47,7 @@ from transformers.masking_utils import eager_mask
 import m3
 import ntk
 import train
+from assets import phase_map, vls_table
 
 HERE = pathlib.Path(__file__).parent
 PAD, EOS = 0, 1
@@ -1115,9 +1115,6 @@ def test_hints_that_err():
 
 def test_phase_map_by_hand(tmp_path, capsys):
     """Means .5 and .2, deviations .1, three seeds: .3 / sqrt(2 x .01 / 3) = 3.7 standard errors."""
-    spec = importlib.util.spec_from_file_location("phase_map", HERE / "assets" / "phase_map.py")
-    phase_map = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(phase_map)
     middle = dict.fromkeys(phase_map.COLOURS, 0.1) | {"m3-soft": 0.5, "hybrid": 0.2}
     for method, mean in middle.items():
         for seed, reward in enumerate((mean - 0.1, mean, mean + 0.1)):
@@ -3390,7 +3387,7 @@ TABLE_E3 = {
 
 
 def test_the_published_table_comes_out():
-    curves = ntk.read_curves([])
+    curves = vls_table.read_curves([])
     assert set(curves) == set(TABLE_E3)
     for name, (*printed, falls) in TABLE_E3.items():
         curve = curves[name]
@@ -3421,7 +3418,7 @@ def test_our_runs_beside_the_published_ones(tmp_path, monkeypatch, capsys):
     run_folder.mkdir()
     (run_folder / "config.json").write_text('{"method": "opd"}')
     (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ntk.main(["--vls", "ours"])
+    vls_table.main(["ours"])
     table = {
         line.split()[0]: line.split()
         for line in capsys.readouterr().out.splitlines()
@@ -3432,9 +3429,9 @@ def test_our_runs_beside_the_published_ones(tmp_path, monkeypatch, capsys):
     (run_folder / "config.json").write_text('{"method": "grpo"}')
     for folder, word in (("ours", "opd"), ("nowhere", "nowhere")):
         with pytest.raises(SystemExit) as end:
-            ntk.main(["--vls", folder])
+            vls_table.main([folder])
         error = capsys.readouterr().err.strip()
-        assert end.value.code == 2 and word in error and "--vls" in error and "\n" not in error
+        assert end.value.code == 2 and word in error and "vls_table" in error and "\n" not in error
 
 
 # --- the [VLS] diagnostics: occupancy, teachers -------------------------------------------------------------

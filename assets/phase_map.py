@@ -1,6 +1,6 @@
 """Draws phase-map.png and prints its table: who wins at which share of wrong hints and learning rate.
 
-    python assets/phase_map.py FOLDER ...    # of `python train.py --preset map-misled ...`, one for each cell
+    python -m assets.phase_map FOLDER ...    # of `python train.py --preset map-misled ...`, one for each cell
 
 A cell is one folder of runs METHOD-SEED. Sampled reward is the mean of the last 20 steps. The lead is the
 distance of the two best means in standard errors of their difference: below 2 there is no winner.
@@ -45,10 +45,8 @@ def draw(cells, file):
             mean, spread, _ = moments(cell[method], "reward_last20")
             axis.barh(row, mean, color=colour, xerr=spread, error_kw={"linewidth": 1})
         best, second, lead = verdict(cell)
-        title = f"no winner ({best}, {lead:.1f} s.e.)"
-        if lead >= 2:
-            title = f"{best} leads {second}, {lead:.1f} s.e."
-        axis.set_title(f"{share:.0%} wrong hints, lr {rate:.0e}\n{title}", fontsize=11)
+        axis.set_title(f"{share:.0%} wrong hints, lr {rate:.0e}\nbest: {best}, {lead:.1f} s.e. over {second}",
+                       fontsize=11)
         axis.set(xlim=(0, 1), yticks=range(len(COLOURS)), yticklabels=COLOURS)
         axis.tick_params(labelsize=10.5)
         axis.grid(axis="x", alpha=0.25)
@@ -70,6 +68,6 @@ def show(cells):
         print(f"| {share:g}, {rate:.0e} | " + " | ".join(row) + f" | {best}, {lead:.1f} s.e. over {second} |")
 
 if __name__ == "__main__":
-    cells = read_cells(sys.argv[1:])
-    draw(cells, pathlib.Path(__file__).parent / "phase-map.png")
-    show(cells)
+    found = read_cells(sys.argv[1:])
+    draw(found, "phase-map.png")
+    show(found)
