@@ -5,9 +5,11 @@
 A cell is one folder of runs METHOD-SEED. Sampled reward is the mean of the last 20 steps. The lead is the
 distance of the two best means in standard errors of their difference: below 2 there is no winner.
 """
-import collections, json, pathlib, statistics, sys
+import collections, pathlib, statistics, sys
 
 from matplotlib.figure import Figure
+
+import train
 
 COLOURS = {"grpo": "#777777", "opd": "#c98a1b", "hybrid": "#3f8f4f", "m3-norm": "#a9c4e8",
            "m3-select": "#5b8fd0", "m3-soft": "#1f5aa8", "m3-eg": "#7a4fa3"}
@@ -17,9 +19,9 @@ def read_cells(folders):
     cells = collections.defaultdict(lambda: collections.defaultdict(list))
     for folder in map(pathlib.Path, folders):
         for path in sorted(folder.glob("*/summary.json")):
-            config = json.loads((path.parent / "config.json").read_text())
+            config = train.read_json(path.parent / "config.json")
             cell = cells[config["hint_error"], config["lr"]]
-            cell[config["method"]].append(json.loads(path.read_text()))
+            cell[config["method"]].append(train.read_json(path))
     return cells
 
 def moments(summaries, key):
