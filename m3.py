@@ -179,7 +179,10 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_i
     response. uniforms [B, N] in [0, 1), one per (row, position): made from `generator` when not given.
     Returns tokens [B, N] long (pad_id after the end), mask [B, N] bool (True up to the first end token),
     logprobs [B, N] float32 of the distribution sampled from (0 where masked). Group i is rows i*G .. i*G+G-1.
+    ValueError: no room for a token, a negative temperature.
     """
+    if max_new_tokens < 1 or temperature < 0:
+        raise ValueError(f"max_new_tokens {max_new_tokens}, temperature {temperature}: want >= 1 and >= 0")
     device, shape = next(model.parameters()).device, (len(prompts) * group_size, max_new_tokens)
     if uniforms is None:  # greedy draws none: an evaluation leaves the caller's random state as it was
         uniforms = torch.rand(shape, generator=generator) if temperature else torch.zeros(shape)
@@ -265,8 +268,8 @@ CHOSEN = (r"(?im)\b(?:I|we)(?:'d|'ll| would| will)? (?:choose|chose|pick|select|
           r"|\b(?:so|therefore|thus|hence|leaves|it(?: is|'s| must be))[,:]? (?:it(?: is|'s| must be) )?"
           r"(?=(?:option |choice )?\W{0,2}(?-i:[A-E])\W{0,2}?(?:[.!\n]|\Z))"
           r"|(?:^|[.!?:;,] |\b(?:so|that|means|thus|hence|therefore|but|only|I think),? )(?:option |answer )?"
-          r"(?=\(?(?-i:[A-E])\)? (?:is|must be) (?:the )?(?:correct|right|answer|best (?:choice|option))\b"
-          r"(?!,? but (?:it|that|this)\b[^.\n]*\b(?:wrong|incorrect|false|not (?:correct|right|true))\b))")
+          r"(?=\(?(?-i:[A-E])\)? (?:is|must be) (?:the )?(?:correct|right|answer|best (?:choice|option))\b(?!"
+          r",? but (?:it|that|this)\b[^.\n]{0,99}\b(?:wrong|incorrect|false|not (?:correct|right|true))\b))")
 # The chosen option, not `A or B`. As in the option (D); therefore D; d)
 CHOICE = (r"^(?i:(?:(?:therefore|thus|hence|clearly),?\s+)?(?:(?:the )?(?:option|choice|letter) )?)\W{0,5}"
           r"(?:([A-E1-5])(?![\w'])|([a-e])(?=[).:]|\W{0,5}$))(?!\)?[\s,/&]*(?:or|and)\W+[A-E1-5]\b"
@@ -298,7 +301,8 @@ LATEX = [(re.compile(pattern), new) for pattern, new in (
      lambda size: rf"\cdot10^{SIZES[size[1].lower()]}"))]
 
 def verify(completion: str, gold: str, kind: str) -> int:
-    r"""1 if the reply's final answer is the gold one, else 0; linear time, never raises. kind: see FINISH.
+    r"""1 if the reply's final answer is the gold one, else 0; linear time. Only error: KeyError for a kind
+    that is not in FINISH.
 
     The LAST mark counts: `####` (no heading), \boxed{}, <answer>, "The answer is", in arc also "I choose". If
     it is empty, cut off, doubted or undecided (5 or 7), nothing earlier is tried instead. Without any, gsm8k
@@ -411,6 +415,8 @@ def group_advantages(rewards, group_size, std="unbiased", eps=1e-4):
     advantages), "population", "none" (centre only, as Dr. GRPO). An all-equal group gets 0, never 0/eps.
     ValueError: G < 2 (a group of one has no spread), B not a multiple of G, a reward that is not finite.
     """
+    if std not in ("unbiased", "population", "none"):
+        raise ValueError(f"std {std}: unknown, choose from unbiased, population, none")
     if group_size < 2 or len(rewards) % group_size:
         raise ValueError(f"{len(rewards)} rewards do not make groups of {group_size} (at least 2)")
     odd = (~torch.isfinite(rewards)).nonzero()
@@ -498,7 +504,7 @@ def token_weights(mask, total_rows, total_tokens=None):
         return weights / max(total_tokens, 1)
     return weights / weights.sum(1, keepdim=True).clamp(min=1) / total_rows
 
-# --- 5. Residuals: exact gradients in the student's logits --------------------------------------------------
+# --- 5. Residuals: gradients in the student's logits, in closed form ----------------------------------------
 
 def log_softmax(logits):
     """In float32 at least: bf16 log-probabilities are off by up to 0.1 per token."""
@@ -563,6 +569,7 @@ def divergence(student_logits, teacher_logits, kind="jsd", lam=0.5, k=16):
 def distill_residual(student_logits, teacher_logits, kind="fkl", lam=0.5, tau=None, k=16):
     """delta_D = d divergence / d student_logits, in closed form. logits [..., V] -> [..., V]; rows sum to 0.
 
+    rkl-topk: with its weights held fixed, as its source has it; of all others the exact gradient.
     Near agreement the jsd residual is lam (1-lam) times fkl's: a quarter of it at lam = 1/2. tau: positions
     whose divergence (the sum over V) is above tau give exactly 0, the gradient of min(D, tau) [eq 1].
     """
@@ -593,19 +600,20 @@ def normalize(residual, eps):
 
 def isotropic_kernel(delta_D, delta_R):
     """K_DR(n), cos phi_n for J^T J ~ 1 [M3 App. I, AA]: the head's own part up to ||h_n||^2.
-    delta_D, delta_R [..., V] -> [...], [...]; 0 where a residual is 0."""
-    K = (delta_D * delta_R).sum(-1)
-    return K, K / (delta_D.norm(dim=-1) * delta_R.norm(dim=-1)).clamp(min=1e-12)
+    delta_D, delta_R [..., V] -> [...], [...] in [-1, 1]; 0 where a residual is 0."""
+    K, norm_D, norm_R = (delta_D * delta_R).sum(-1), delta_D.norm(dim=-1), delta_R.norm(dim=-1)
+    # Nothing is added below, as eq 14 does: conflicts of settled tokens (small residuals) would look mild.
+    return K, (K / (norm_D * norm_R).clamp(min=1e-37)).clamp(-1, 1)
 
 # --- 6. Methods: one function each, (signals, settings) -> seed [T, V], alpha [T] or a number ---------------
 
 class Settings(NamedTuple):
-    """What a method may be told, by the papers' letters. train.py has a flag for each."""
+    """What a method may be told, by the papers' letters. train.py has a flag for all but the last two."""
     alpha: float = 0.5  # Hybrid: weight of distillation, in [0, 1]
     alpha_max: float = 0.15  # M3: the teacher's largest share of a token, in [0, 1]
     beta: float = 1.0  # M3-Soft: sharpness of the gate [eq 14]
     eps: float = 0.1  # see normalize
-    eta_in: float = 0.001  # M3-EG: length of the inner step [eq 15], not a multiple of the learning rate
+    eta_in: float = 0.001  # M3-EG: step size of the inner step [eq 15], not a multiple of --lr
     eg_gate: str = "select"  # M3-EG keeps the boundary gate [App. E.1]; or "soft"
     zero_advantage: str = "teacher"  # who speaks where A = 0, so K = 0 (all-equal groups); or "skip"
     divergence: str = "jsd"  # of eq 1; M3's own residual is always fkl's [eq 9]
@@ -623,7 +631,7 @@ class Signals:
     def __init__(self, micro, part):  # part: a slice of the micro-batch's tokens
         self.micro, self.part, self.settings = micro, part, micro.settings
         self.tokens, self.row = micro.tokens[part], micro.row[part]  # y [T]; the token's row in the batch
-        self.advantages, self.weights = micro.advantages[part], micro.weights[part]  # A; 1/N of eqs 1 and 2
+        self.advantages, self.weights = micro.advantages[part], micro.weights[part]  # A; see token_weights
         self.logits = self.tempered(micro.student[1](micro.leaf[part]))  # [T, V], with a graph
         self.z_S = self.logits.detach()
     def tempered(self, logits):  # no copy at temperature 1
@@ -649,11 +657,14 @@ class Signals:
     def unclipped(self):  # [T]: D of eq 1
         return divergence(self.z_S, self.z_T, self.settings.divergence, self.settings.lam)
     @functools.cached_property
-    def clipped(self):  # [T] bool
-        return self.unclipped >= (self.settings.tau or math.inf)
+    def tau(self):
+        return math.inf if self.settings.tau is None else self.settings.tau
+    @functools.cached_property
+    def clipped(self):  # [T] bool; an infinite D is clipped even without tau
+        return self.unclipped >= self.tau
     @functools.cached_property
     def token_loss(self):  # [T]: min(D, tau), scaled
-        return self.settings.distill_scale * self.unclipped.clamp(max=self.settings.tau or math.inf)
+        return self.settings.distill_scale * self.unclipped.clamp(max=self.tau)
     @functools.cached_property
     def conflict(self):  # K_DR(n), cos phi_n [T]; a kernel of ntk.py runs on the whole micro-batch, once
         if self.micro.kdr is None:
@@ -727,7 +738,7 @@ def gate_select(K, alpha_max):
     return alpha_max * (K >= 0).float()
 
 def gate_soft(cos, alpha_max, beta):
-    """M3-Soft [eq 14]: alpha_max sigmoid(beta cos phi_n). beta 0: alpha_max/2; inf: Select, but for cos 0."""
+    """M3-Soft [eq 14]: alpha_max sigmoid(beta cos phi_n). beta 0: alpha_max/2; large: as Select."""
     return alpha_max * torch.sigmoid(beta * cos)
 
 def m3_seed(s, f, alpha):
@@ -741,14 +752,14 @@ def m3_seed(s, f, alpha):
 
 def gradnorm(norm_R, norm_D, phi):
     """both gradients at one length: weights kappa and 1 over 1 + kappa [M3 Prop. 5]"""
-    # By the norms: nothing divides by 0. Without a reward gradient the weights are (1, 0): no update at all.
+    # By the norms: nothing divides by 0. Without a reward gradient the weights are (1, 0): a gradient of 0.
     total = norm_R + norm_D
     return (norm_D / total, norm_R / total) if total > 0 else (0.5, 0.5)
 
 def pcgrad(norm_R, norm_D, phi):
     """under conflict each gradient loses its part along the other [M3 Prop. 19]"""
-    # g_R - (g_R.g_D / ||g_D||^2) g_D + g_D - (g_R.g_D / ||g_R||^2) g_R still combines the two ORIGINAL ones:
-    # nothing is projected, each part shrinks by sqrt(1 - Phi^2), their ratio stays.
+    # g_R - (g_R.g_D / ||g_D||^2) g_D + g_D - (g_R.g_D / ||g_R||^2) g_R: two weights on the ORIGINAL gradients
+    # do both projections. Each part is shorter by sqrt(1 - Phi^2); their ratio stays.
     return (1.0, 1.0) if phi >= 0 else (1 - phi * norm_D / norm_R, 1 - phi * norm_R / norm_D)
 
 def minnorm(norm_R, norm_D, phi):
@@ -903,7 +914,8 @@ def geometry(g_R, g_D):
     return dict(norm_R=norm_R, norm_D=norm_D, kappa=kappa, phi=phi)
 
 def update_scale(norms, advantages, s_bar, add_up):
-    """s_bar: EMA (0.9) of the mean ||delta_R|| over tokens with A != 0; norms and advantages [T]."""
+    """s_bar: EMA (0.9) of the mean ||delta_R|| over tokens with A != 0; None until a step has one. norms and
+    advantages [T]."""
     live = advantages != 0
     total = torch.stack([norms[live].sum(), live.sum().to(norms)])
     add_up([total])

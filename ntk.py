@@ -10,13 +10,13 @@ push at token n helps the reward's (>= 0) or fights it (< 0: a conflict). Four k
     logit       J^T J taken to be 1, so delta_D . delta_R: free
 Beside the papers: (1) none says how to compute K_DR: all four ways are ours. (2) `local` leaves out the paths
 through keys and values. On toy models its sign is exact's on 93 to 99 % of the tokens, its cos correlates at
-.99, but sum |K| is .5 to .9 of exact's, .3 on a real model of 30 layers: use the sign and the cosine only.
+.99, but sum |K| is .5 to .9 of exact's, .4 on a real model of 30 layers: use the sign and the cosine only.
 (3) Biases, norms and (tied) embeddings count like any weight; frozen parameters never do.
 
 [M3] = arXiv 2609.34849, [VLS] = arXiv 2610.11247. `local` wants a transformers model.
 Shapes: B rows, L columns, N response positions (the last ones), V vocabulary, d hidden.
 """
-import contextlib, functools, html, math, pathlib, statistics, time
+import contextlib, functools, html, math, pathlib, re, statistics, time
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ def kdr(model, input_ids, attention_mask, delta_D, delta_R, kernel="local", **op
     if kernel not in ("logit", "local", "exact", "hutchinson"):
         raise ValueError(f"--kernel {kernel}: unknown, choose from logit, local, exact, hutchinson")
     ids, mask, D, R = (tuple(x.shape) for x in (input_ids, attention_mask, delta_D, delta_R))
-    if D != R or ids != mask or D[0] != ids[0] or D[1] >= ids[1]:
+    if D != R or ids != mask or len(D) != 3 or len(ids) != 2 or D[0] != ids[0] or not 0 < D[1] < ids[1]:
         raise ValueError(f"want ids and mask [B,L], residuals [B,N,V], N < L; got {ids}, {mask}, {D}, {R}")
     delta_D, delta_R = delta_D.detach(), delta_R.detach()
     if kernel == "logit":
@@ -313,7 +313,7 @@ def distillation_hurt(phi, kappa, alpha):
 
 def conflict_share(K, cos, mask, rewarded, deadband=1e-3):
     """C_NTK -> dict of shares in [0, 1]. K, cos and the masks: of one shape, mask: the real tokens. Over all
-    of them (A = 0 counts below the line), conflict: K < 0, conflict_deadband: cos < -deadband; 0 without a
+    of them (also where A = 0, so K = 0), conflict: K < 0, conflict_deadband: cos < -deadband; 0 without a
     token. Over those in `rewarded` (A != 0) alone, conflict_rewarded: K < 0; None if there are none."""
     mask = mask.bool()
     total, paid = max(int(mask.sum()), 1), mask & rewarded.bool()
@@ -354,14 +354,14 @@ def signal_drop(losses, grad_norms, split):
     """How far mu falls while the loss stays [VLS Table E.3], of one run's steps 1, 2, ... -> dict of floats.
     before, after: median mu of steps 1..split and split+1..split+30; drop = before/after; remaining: L/L_1 at
     the split, a centred 9-step rolling median; last50: median mu of the last 50 steps. Steps without a mu do
-    not count; NaN where none is left."""
+    not count; NaN where none is left, and where L_1 is 0."""
     mu = [learning_signal(G, L) for G, L in zip(grad_norms, losses)]
-    before, after = middle(mu[:split]), middle(mu[split:split + 30])
-    remaining = middle(losses[max(split - 5, 0):split + 4]) / losses[0]
+    before, after = median(mu[:split]), median(mu[split:split + 30])
+    remaining = median(losses[max(split - 5, 0):split + 4]) / losses[0] if losses[0] else math.nan
     return {"before": before, "after": after, "drop": before / after if after else math.nan,
-            "remaining": remaining, "last50": middle(mu[-50:])}
+            "remaining": remaining, "last50": median(mu[-50:])}
 
-def middle(values):
+def median(values):  # of the known ones
     known = [x for x in values if x is not None and not math.isnan(x)]
     return statistics.median(known) if known else math.nan
 
@@ -431,6 +431,7 @@ def stall(start, end, prompts, losses):
             rows.append([h[0].double().mean(0) for h in out.hidden_states])
         return [torch.stack(layer) for layer in zip(*rows)]
 
+    losses = [x for x in losses if x is not None] or [0.0]  # None: it was not finite
     state = {name.replace(".base.", "."): p for name, p in start.state_dict().items()}  # no adapters
     cka = [linear_cka(X, Y) for X, Y in zip(read(start), read(end))]
     first, last = losses[0], losses[-1]
@@ -517,8 +518,13 @@ def main(argv=None):
     parser.add_argument("--checkpoint", default="", help="the student, of a run from --model, which teaches")
     parser.add_argument("--rows-exact", default=16, type=int, help="responses for the kernels [16]")
     own, rest = parser.parse_known_args(argv)
+    other = [word for word in rest if re.match("--(compare|plot|probe|resume)", word)]
+    if other:
+        train.fail(f"{other[0]} is train.py's: leave it out")
     flags = train.parse_flags(["--out", "runs/ntk", "--dtype", "float32", *rest])
     out, group = pathlib.Path(flags.out), flags.group_size
+    with train.or_fail(f"--out {out}: cannot write there, give another folder"):
+        out.mkdir(parents=True, exist_ok=True)
     device = train.find_device(flags)
     world = train.load(flags, device)
     if own.checkpoint:
@@ -551,7 +557,6 @@ def main(argv=None):
         words = [world.tokenizer.decode([token]) for token in few.tokens[b][few.mask[b]].tolist()]
         title = f"{word} (A = {few.advantages[b]:+.2f}): {rollouts.asked[rows[b]]['prompt']}"
         panels.append((title, list(zip(words, exact["cos"][exact["row"] == b].tolist()))))
-    out.mkdir(parents=True, exist_ok=True)
     heat_map(out, panels)
     print(f"\n3. {out}/heatmap.html: a correct and a wrong response by the exact kernel's cos phi_n")
 

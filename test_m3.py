@@ -213,6 +213,8 @@ def test_group_advantages():
     for bad, size in ((torch.ones(1), 1), (torch.ones(5), 2), (torch.tensor([1.0, math.nan]), 2)):
         with pytest.raises(ValueError):
             m3.group_advantages(bad, size)
+    with pytest.raises(ValueError, match="unbaised"):
+        m3.group_advantages(r, 4, "unbaised")
 
 
 def test_token_weights_pin_the_reduction():
@@ -244,6 +246,9 @@ def test_greedy_equals_generate_and_padding_does_not_matter(kind):
 
 def test_sampler_mask_logprobs_and_uniforms():
     model = tiny()
+    for count, temperature in ((0, 1.0), (4, -1.0)):
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            m3.sample(model, PROMPTS, 2, count, temperature, eos_ids=[EOS], pad_id=PAD)
     uniforms = torch.rand(12, 10, generator=torch.Generator().manual_seed(0))
     tokens, mask, logp = m3.sample(model, PROMPTS, 4, 10, 0.7, eos_ids=[EOS, 2, 3], pad_id=PAD,
                                    uniforms=uniforms)
@@ -850,6 +855,37 @@ def test_compare_refuses_what_it_did_not_make(world, capsys):
     assert not list(out.glob("*.log"))  # no process was started
 
 
+@pytest.mark.parametrize("name", ["model", "mixed", "unlogged", "foreign"])
+def test_a_run_overwrites_nothing_of_others(world, rewarded, capsys, name):
+    """--out may name a folder that exists: what it holds under a run's names, of no run, stays as it is."""
+    out = world / "others" / name
+    base = world / train.toy_path()
+    if name == "model":
+        shutil.copytree(base, out)
+    elif name == "mixed":
+        shutil.copytree(base, out / "checkpoint-2")
+        (out / "last").write_text("precious")
+    elif name == "unlogged":
+        run(world, "--out", f"others/{name}", read=False)
+        (out / "metrics.jsonl").unlink()
+        (out / "last").unlink()
+    else:
+        out.mkdir(parents=True)
+        (out / "metrics.jsonl").write_text("mine")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    run(world, "--out", f"others/{name}", "--seed", "5", code=2)
+    one_line(capsys, f"others/{name}", "--out")
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_goes_beside_what_it_does_not_touch(world, rewarded):
+    (world / "beside").mkdir()
+    (world / "beside" / "job.log").write_text("mine")
+    run(world, "--out", "beside")
+    assert (world / "beside" / "job.log").read_text() == "mine"
+
+
 def test_standing_of_a_run(world, rewarded, monkeypatch):
     """new, broken, finished: by its flags, its checkpoints and its summary, not by the folder's name."""
     run(world, "--out", "stand", "--save-every", "2")
@@ -1030,7 +1066,25 @@ def test_a_picture_has_six_lines_a_panel_at_most(tmp_path):
     for count in (1, 6, 8):
         train.plot([tmp_path / str(number) for number in range(count)], tmp_path / "p.png")
         heights.append(imread(tmp_path / "p.png").shape[0])
-    assert heights[0] == heights[1] == heights[2] / 2  # eight lines: two blocks of four panels
+    assert heights[0] == heights[1] == heights[2] // 2  # eight lines: two blocks of panels
+
+
+def test_a_picture_has_panels_for_what_was_measured_alone(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, dpi: drawn.append(figure.axes))
+    known = {"reward": 0.5, "accuracy": 0.5, "kappa": 2.0, "conflict": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps({"method": "grpo", "teacher": "privileged"}))
+    for names in (["accuracy"], ["reward", "accuracy"], ["reward", "accuracy", "conflict"], list(known)):
+        line = dict.fromkeys(train.METRICS) | {"step": 1} | {name: known[name] for name in names}
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        train.plot([tmp_path], tmp_path / "p.png")
+        axes = drawn.pop()
+        titles = [title for key, title, *_ in train.PANELS if key in names]
+        assert [axis.get_title() for axis in axes] == titles
+        assert all(axis.lines for axis in axes)
+        dotted = [len(axis.lines) > 1 for axis in axes]
+        assert dotted == [title.startswith(r"$\kappa") for title in titles]
 
 
 @pytest.mark.parametrize("argv, word", [
@@ -1129,6 +1183,13 @@ def test_phase_map_by_hand(tmp_path, capsys):
     assert "| m3-soft, 3.7 s.e. over hybrid |" in capsys.readouterr().out
     phase_map.draw(cells, tmp_path / "map.png")
     assert (tmp_path / "map.png").stat().st_size > 10_000
+    phase_map.check(cells)
+    cells[0.5, 1e-3]["opd"].pop()
+    cells[0.5, 1e-3]["opd"].pop()
+    for broken, word in (cells, "runs of opd"), ({}, "map-misled"):
+        with pytest.raises(SystemExit):
+            phase_map.check(broken)
+        one_line(capsys, word)
 
 
 def test_a_second_toy_task_is_one_entry(world, monkeypatch):
@@ -1258,6 +1319,27 @@ def test_sdpo_without_a_sibling_does_nothing(world, monkeypatch):
     assert all(line["grad_norm"] == 0 and line["loss_D"] == 0 for line in lines[1:])
     start = train.Qwen3ForCausalLM.from_pretrained(world / train.toy_path()).state_dict()
     assert all(torch.equal(v, start[k]) for k, v in weights(world, "sdpo-none").items())
+    # nor conflicts with a reply that taught nobody
+    assert all(line["conflict"] == 0 and line["conflict_rewarded"] is None for line in lines[1:])
+
+
+def test_sdpo_counts_conflicts_of_the_rows_it_keeps(world, rewarded, monkeypatch):
+    """A row without a successful sibling is masked: what its stand-in for a teacher says is no conflict."""
+    batches, results = [], []
+    keep_results(monkeypatch, train, "to_batch", batches)
+    keep_results(monkeypatch, m3, "m3_step", results)
+    monkeypatch.setattr(m3, "verify", lambda text, gold, kind: len(text) % 5 == 0)  # few, often one alone
+    lines = run(world, "--method", "sdpo", "--kernel", "logit", "--out", "sdpo-few", "--steps", "6")[1:]
+    masked = 0
+    for line, batch, result in zip(lines, batches, results, strict=True):
+        kept = batch.weights[result.seen["row"]].amax(1) > 0
+        paid = kept & (result.seen["advantage"] != 0)
+        masked += int((~kept & (result.seen["K"] < 0)).sum())
+        K = result.seen["K"]
+        assert line["conflict"] == pytest.approx((K[kept] < 0).float().mean().item() if kept.any() else 0)
+        want = (K[paid] < 0).float().mean().item() if paid.any() else None
+        assert line["conflict_rewarded"] == pytest.approx(want)
+    assert masked > 0
 
 
 # --- verifier ----------------------------------------------------------------------------------------------
@@ -2008,6 +2090,33 @@ def test_plain_numbers_parse_without_the_verifier(kind):
         assert (train.gold_parses(gold, kind) and gold.strip() != "") == want, gold
 
 
+def test_one_odd_row_does_not_refuse_the_file(tmp_path, capsys):
+    """Each is left out and counted: a null, a number, a comma without quotes; a very long cell is read."""
+    good = [json.dumps({"question": f"q {i}", "answer": str(i)}) for i in range(20)]
+    (tmp_path / "x.jsonl").write_text("\n".join([*good, "null", "7", '"text"']))
+    parts = train.load_rows(str(tmp_path / "x.jsonl"), NONE, 0)
+    assert sum(map(len, parts.values())) == 20 and "3 of 23 rows left out" in capsys.readouterr().out
+    lines = [f"q {i} ?,{i}" for i in range(20)]
+    wide = ['"' + "long " * 40_000 + '",7']
+    moved = "Ann has 3 pens, gets 2 .,5"
+    (tmp_path / "X.CSV").write_text("\n".join(["question,answer", *lines, moved, *wide]))
+    parts = train.load_rows(str(tmp_path / "X.CSV"), NONE, 0)
+    rows = [row for part in parts.values() for row in part]
+    assert len(rows) == 21 and max(len(row["question"]) for row in rows) > 190_000
+    out = capsys.readouterr().out
+    assert "1 of 22 rows left out" in out and "more cells than columns" in out
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no system turn') }}", "{{ ' ' }}"])
+def test_a_chat_template_that_fails(world, capsys, template):
+    real_world(world, "qwen3", "model-qwen3")
+    folder = world / "bad-template"
+    shutil.copytree(world / "model-qwen3", folder, dirs_exist_ok=True)
+    (folder / "chat_template.jinja").write_text(template)
+    run(world, "--model", "bad-template", "--out", "bad", code=2)
+    one_line(capsys, "--model bad-template", "chat template")
+
+
 @pytest.mark.usefixtures("failing")
 def test_data_errors(tmp_path):
     def line(dataset, split="train", fields=NONE):
@@ -2025,9 +2134,9 @@ def test_data_errors(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"question": "a"}\n{"question": \n')
     assert "cannot be read" in line(tmp_path / "bad.jsonl") and "line 2" in line(tmp_path / "bad.jsonl")
     (tmp_path / "list.json").write_text('["a", "b"]')
-    assert "cannot be read" in line(tmp_path / "list.json")
+    assert "0 train rows" in line(tmp_path / "list.json")
     (tmp_path / "nothing").mkdir()
-    assert "0 train rows" in line(tmp_path / "nothing")
+    assert "no file in it has train or test in its name" in line(tmp_path / "nothing")
     assert "0 test rows" in line(write(tmp_path / "y.jsonl", [{"prompt": "p", "answer": "7"}]), "test")
     assert "0 usable train rows" in line(write(tmp_path / "y.jsonl", [{"prompt": "p", "answer": ""}]))
 
@@ -2982,6 +3091,21 @@ def test_flat_tokens_by_chunks_are_the_same(kernel, monkeypatch):
         assert not torch.stack(ntk.kdr_flat(model, ids, mask, real, [(D[real], 0 * R[real])], kernel)).any()
 
 
+def test_the_cosine_of_tiny_residuals_is_exact():
+    """A settled token's residuals may be of norm 1e-12: their conflict is one like any other."""
+    draw = torch.Generator().manual_seed(0)
+    D, R = torch.randn(2, 3, 5, 9, generator=draw)
+    want = torch.nn.functional.cosine_similarity(D.double(), R.double(), dim=-1).float()
+    for size in (1.0, 1e-6, 1e-12):
+        K, cos = m3.isotropic_kernel(size * D, size * R)
+        close(cos, want, 1e-5)
+        assert ((K < 0) == (want < 0)).all()
+    _, cos = m3.isotropic_kernel(D, -3 * D)
+    assert (cos >= -1).all() and (cos < -1 + 1e-6).all()
+    _, cos = m3.isotropic_kernel(D, 0 * D)
+    assert not cos.any()
+
+
 def test_local_by_hand():
     """The worked case in ntk.py's comments: a linear layer at two positions; then a norm of 1 + w."""
     a = torch.tensor([[[1.0, 2], [0, 3]]])
@@ -3091,8 +3215,12 @@ def test_errors_name_the_mend():
         assert ntk.kdr(bad, *data, "logit")[0].shape == (4, 5)
     with pytest.raises(ValueError, match="magic"):
         ntk.kdr(model, *data, kernel="magic")
-    with pytest.raises(ValueError, match="N < L"):
-        ntk.kdr(model, *data[:3], data[3][:, 1:])
+    flat, none = [x[:, 0] for x in data[2:]], [x[:, :0] for x in data[2:]]
+    for kernel in ("logit", "local", "exact"):
+        for ids_and_mask, deltas in ((data[:2], [data[2], data[3][:, 1:]]), (data[:2], flat),
+                                     (data[:2], none), ([x[0] for x in data[:2]], data[2:])):
+            with pytest.raises(ValueError, match="N < L"):
+                ntk.kdr(model, *ids_and_mask, *deltas, kernel)
 
 
 # --- all kernels --------------------------------------------------------------------------------------------
@@ -3370,6 +3498,9 @@ def test_signal_drop_by_hand():
     assert got == {"before": 2.0, "after": 1.5, "drop": 4 / 3, "remaining": 0.375, "last50": 2.0}
     empty = ntk.signal_drop([1.0, 0.0], [None, 1.0], 1)
     assert all(math.isnan(empty[name]) for name in ("before", "after", "drop", "last50"))
+    # a teacher that is the student: nothing to lose
+    assert all(math.isnan(value) for value in ntk.signal_drop([0.0, 0.0], [0.0, 0.0], 1).values())
+    assert math.isnan(ntk.signal_drop([None, 1.0], [None, 1.0], 1)["remaining"])
     late = ntk.signal_drop(
         [1.0] * 100, [2.0] * 10 + [1.0] * 30 + [20.0] * 60, 10
     )  # 30 steps after the split, no more
@@ -3545,6 +3676,9 @@ def test_stall_by_hand():
     # the embedding's output comes first
     assert moved["cka"][:2] == [pytest.approx(1)] * 2 and moved["d_par"] > 0
     assert moved["cka_min"] == moved["cka"][2] < 0.999
+    holes = ntk.stall(start, end, prompts, [None, 2.0, None, 0.5, 1.0, None])  # steps that were not finite
+    assert holes["loss_reduction_max"] == 0.75 and holes["loss_reduction_final"] == 0.5
+    assert ntk.stall(start, end, prompts, [None, None])["loss_reduction_max"] is None
     # a top-k loss may fall below 0: reported raw
     assert moved["loss_reduction_max"] == 1.5 and moved["gamma"] is None
     with torch.no_grad():
@@ -3649,6 +3783,19 @@ def test_ntk_main_leaves_the_model_alone_and_repeats(world, monkeypatch, capsys)
         ntk.main([*NTK_FAST, "--out", "again"])
         texts.append(capsys.readouterr().out.split("2. Token level")[1])  # part 1 holds times
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("argv, word", [
+    (["--out", "a-file"], "a-file"), (["--compare", "grpo"], "--compare"), (["--plot"], "--plot"),
+    (["--probe"], "--probe"), (["--resume", "again"], "--resume"), (["--resume=again"], "--resume")])
+def test_ntk_main_ends_a_mistake_at_once(world, monkeypatch, capsys, argv, word):
+    monkeypatch.chdir(world)
+    pathlib.Path("a-file").write_text("mine")
+    monkeypatch.setattr(train, "load", None)  # nothing is loaded before
+    with pytest.raises(SystemExit) as end:
+        ntk.main([*NTK_FAST, *argv])
+    assert end.value.code == 2
+    one_line(capsys, word)
 
 
 def test_heat_map_escapes(tmp_path):
@@ -4103,7 +4250,13 @@ def one_line(capsys, *words):
     ("--compare grpo", "torchrun"), ("--hint-error 1.1", "--hint-error"), ("--eg-gate hard", "--eg-gate"),
     ("--lam 0.999", "0.056"), ("--lam 0.001", "--lam"), ("--hint-error 0.5 --teacher larger", "--hint-error"),
     ("--stats-every -1", "--stats-every"), ("--seeds 0", "--seeds"), ("--steps 1.5", "whole number"),
-    ("--teacher larger --model model-llama", "toy world"),
+    ("--teacher larger --model model-llama", "toy world"), ("--eval-limit 300000", "--eval-limit"),
+    ("--threads 99999999999", "--threads"), ("--lora-rank 1000000000000", "--lora-rank"),
+    ("--prompts-per-step 99999999999999999999", "whole number"), ("--device meta", "--device meta"),
+    ("--vocab-chunk 99999999999999999999", "--vocab-chunk"), ("--beta 1e39", "--beta"),
+    ("--distill-scale 1e39", "--distill-scale"), ("--date yesterday", "2026-12-31"),
+    ("--date 2026-02-30", "--date"), ("--few-shot 3", "--few-shot 3"), ("--plot foreign", "foreign"),
+    ("--probe --compare grpo", "--probe"),
     ("--method m3-eg --dtype bfloat16", "--lora-rank")])
 def test_mistakes_of_machine_and_number(world, capsys, monkeypatch, argv, word):  # He11, Hd08 ...
     (world / "file").write_text("a file, not a folder")
@@ -4115,6 +4268,9 @@ def test_mistakes_of_machine_and_number(world, capsys, monkeypatch, argv, word):
     for name in ("unsaved", "unlogged"):  # killed before its first checkpoint; no log at all
         (world / name).mkdir(exist_ok=True)
         (world / name / "config.json").write_text('{"method": "grpo"}')
+    (world / "foreign").mkdir(exist_ok=True)  # a log, but not of a run
+    (world / "foreign" / "config.json").write_text('{"method": "grpo", "teacher": "privileged"}')
+    (world / "foreign" / "metrics.jsonl").write_text('{"loss": 1.5}\n')
     monkeypatch.setattr(train, "WORLD", 2 if word in ("--prompts-per-step", "torchrun") else 1)
     run(world, *argv.split(), code=2)
     one_line(capsys, word)

@@ -63,7 +63,7 @@ PRESETS = {
     "cpu-smollm2-svamp": "--model HuggingFaceTB/SmolLM2-135M-Instruct --dataset svamp --few-shot 1 --lr 1e-4 "
                          "--method hybrid --alpha 0.9 --temperature 0.7 --steps 24 --prompts-per-step 16 "
                          "--group-size 2 --max-new-tokens 24 --vocab-chunk 512 --stats-every 0 "
-                         "--kdr-every 0 --eval-every 12",  # two cores, 10 GB measured in bfloat16
+                         "--kdr-every 0 --eval-every 8 --dtype bfloat16",  # two cores, 10 GB measured
     "qwen3-0.6b-gsm8k": PAPER + "--model Qwen/Qwen3-0.6B --micro-batch 16",  # ~14 GB, by arithmetic
     "qwen3-1.7b-gsm8k": PAPER + "--model Qwen/Qwen3-1.7B --micro-batch 8"}  # the paper's main model; ~22 GB
 
@@ -91,6 +91,13 @@ def number(kind, least=-math.inf, most=math.inf, why=""):
         raise argparse.ArgumentTypeError(f"{text} is not a {what} from {least} to {most}{why}")
     return read
 
+def day(text):
+    """How argparse reads a date."""
+    try:
+        return datetime.date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a day, such as 2026-12-31") from None
+
 def parse_flags(argv=None):
     """Every knob, by stage. A resumed run starts from the flags it was saved with."""
     docs = {name: str((method.seed or method.mix).__doc__) for name, method in m3.METHODS.items()}
@@ -99,7 +106,8 @@ def parse_flags(argv=None):
                     formatter_class=argparse.RawDescriptionHelpFormatter,
                     description="Train a small language model by hybrid reward and on-policy distillation.",
                     epilog=f"methods:\n{listed}")
-    some, count, unit, positive = number(int, 1), number(int, 0), number(float, 0, 1), number(float, 1e-12)
+    some, count, many = number(int, 1, 10**9), number(int, 0, 10**9), number(int, 1, 10**5)
+    unit, positive = number(float, 0, 1), number(float, 1e-12, 1e12)
     lam = number(float, .01, .99, ": beyond, the jsd, at most the entropy of (lam, 1 - lam), is under 0.056")
 
     def flag(name, default, text, kind=str):
@@ -117,7 +125,8 @@ def parse_flags(argv=None):
     flag("--dataset", "toy", f"toy, {', '.join(HUB)}, a json, jsonl, csv, parquet file or folder")
     flag("--teacher", "privileged", "the initial model, shown the gold solution; or a folder or hub id; in"
          " the toy world also self-rl (the base model after GRPO), larger (4 x, another style)")
-    flag("--lora-rank", 0, "rank of adapters on linear layers, alpha is twice it; 0: none", count)
+    flag("--lora-rank", 0, "rank of adapters on linear layers, alpha is twice it; 0: none",
+         number(int, 0, 10**4))
     flag("--few-shot", 0, "worked examples in front of every problem, for base models", count)
     for name in FIELDS:
         flag(f"--{name}-field", "", f"column of a local file that holds the {name}")
@@ -125,23 +134,26 @@ def parse_flags(argv=None):
     flag("--preset", "", f"a named set of flags: {', '.join(PRESETS)}", ["", *PRESETS])
     flag("--steps", 100, "optimizer steps", some)
     group = parser.add_argument_group("rollouts (never with a checkpoint's own sampling settings)")
-    flag("--prompts-per-step", 8, "P: distinct prompts a step", some)
-    flag("--group-size", 8, "G: responses per prompt; one alone has no spread", number(int, 2))
-    flag("--max-new-tokens", 24, "longest response", some)
+    flag("--prompts-per-step", 8, "P: distinct prompts a step", many)
+    flag("--group-size", 8, "G: responses per prompt; one alone has no spread", number(int, 2, 10**5))
+    flag("--max-new-tokens", 24, "longest response", many)
     flag("--temperature", 1.0, "of sampling and of scoring alike", positive)
     group = parser.add_argument_group("signals")
     flag("--std", "unbiased", "divides the advantages", ["unbiased", "population", "none"])
     flag("--divergence", "jsd", "of eq 1; M3 takes fkl", list(m3.DIVERGENCES))
     flag("--lam", 0.5, "lambda of the jsd", lam)
-    flag("--tau", None, "clip of a token's divergence in nats: beyond it the teacher is silent", positive)
-    flag("--distill-scale", 1.0, "factor on the teacher's loss and residuals: the lever on kappa", positive)
+    flag("--tau", None, "clip of a token's divergence in nats: beyond it the teacher is silent; not sdpo's",
+         positive)
+    flag("--distill-scale", 1.0, "factor on the teacher's loss and residuals: the lever on kappa; not sdpo's",
+         positive)
     flag("--hint", "solution", "what the privileged teacher sees", ["solution", "answer"])
     flag("--hint-error", 0.0, "toy world: share of problems whose teacher reads a wrong solution", unit)
     flag("--reduction", "response", "mean of response means, or of tokens", ["response", "token"])
     group = parser.add_argument_group("method")
     flag("--alpha", 0.5, "hybrid: weight of distillation", unit)
     flag("--alpha-max", 0.15, "M3: the teacher's largest share of a token", unit)
-    flag("--beta", 1.0, "M3-Soft, and M3-EG with the soft gate: sharpness of the gate", number(float))
+    flag("--beta", 1.0, "M3-Soft, and M3-EG with the soft gate: sharpness of the gate",
+         number(float, -1e6, 1e6))
     flag("--eps", 0.1, "M3: eps of the normalised residual, in units of its norm", positive)
     flag("--eta-in", 10.0, "M3-EG: inner (plain) step as a multiple of --lr", number(float))
     flag("--eg-gate", "select", "M3-EG: whose gate", ["select", "soft"])
@@ -158,10 +170,11 @@ def parse_flags(argv=None):
     flag("--seed", 0, "governs every random draw", number(int, 0, 2**32 - 1))
     flag("--device", "auto", "cpu, cuda, cuda:1, mps; auto takes a GPU where there is one")
     flag("--dtype", "auto", "auto: bfloat16 on cuda, if not toy", ["auto", "float32", "bfloat16"])
-    flag("--date", datetime.date.today().isoformat(), "the day that a chat template may write into prompts")
-    flag("--threads", 0, "CPU threads; 0 leaves torch's choice", count)
+    flag("--date", datetime.date.today().isoformat(), "the day that a chat template may write into prompts",
+         day)
+    flag("--threads", 0, "CPU threads; 0 leaves torch's choice", number(int, 0, 1024))
     flag("--eval-every", 20, "steps between greedy evaluations", some)
-    flag("--eval-limit", 200, "held-out problems per evaluation", some)
+    flag("--eval-limit", 200, "held-out problems per evaluation", many)
     flag("--stats-every", 1, "steps between kappa and phi (2 backward passes); 0 is never", count)
     flag("--kdr-every", 1, "steps between conflict shares in the log; 0 is never", count)
     flag("--occupancy-every", 0, "steps between occupancies (4 backward passes); 0 is never", count)
@@ -193,10 +206,14 @@ def check_flags(flags):
     own = flags.model in TASKS
     if WORLD > 1 and flags.compare:
         fail("--compare starts its own processes: leave out torchrun")
+    if flags.probe and flags.compare:
+        fail("--probe is one run: leave out --compare")
     if flags.prompts_per_step % WORLD:
         fail(f"--prompts-per-step must be a multiple of the {WORLD} processes")
     if own and flags.model != flags.dataset:
         fail("--dataset: the toy model only knows the toy world; give a --model")
+    if own and flags.few_shot:
+        fail(f"--few-shot {flags.few_shot}: a toy model's prompt has no examples; leave it out")
     if not own and {flags.teacher, *(flags.compare or ())} & {*TOY_TEACHERS}:
         fail(f"--compare-teachers, --teacher {' and '.join(TOY_TEACHERS)} are the toy world's; give a folder")
     if m3.METHODS[flags.method].move_teacher and (flags.lora_rank or flags.teacher != "privileged"):
@@ -451,15 +468,16 @@ def say_left_out(source, rows, total, why):
 def read_file(path):
     """A file's rows as dicts, as they stand. Not by `datasets`: it makes 7.0 of "007", and refuses all of a
     file for one lone surrogate."""
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         import pyarrow.parquet  # comes with datasets
         return pyarrow.parquet.read_table(path).to_pylist()
     text = path.read_text("utf-8-sig")
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
+        csv.field_size_limit(2**31 - 1)  # else one long cell refuses the whole file
         return list(csv.DictReader(io.StringIO(text)))
     if text.lstrip()[:1] != "[":  # told by content: many a .jsonl is one big array
         text = "[" + ",\n".join(line for line in text.split("\n") if line.strip()) + "]"
-    return [{**row} for row in json.loads(text)]
+    return json.loads(text)
 
 def read_parts(dataset):
     """{part: rows as they stand}, as many parts as the source has; if it has only one, that is "train"."""
@@ -473,8 +491,10 @@ def read_parts(dataset):
         parts = {"train": read_file(path)}
     for file in sorted(path.iterdir()) if path.is_dir() else ():
         word = re.search(r"(?:^|[-_.])(train|test|validation|valid|val|dev)[-_.]", file.name)
-        if word and file.suffix in (".json", ".jsonl", ".csv", ".parquet"):
+        if word and file.suffix.lower() in (".json", ".jsonl", ".csv", ".parquet"):
             parts.setdefault(word[1] if word[1][0] == "t" else "validation", []).extend(read_file(file))
+    if not parts:
+        fail(f"--dataset {dataset}: no file in it has train or test in its name: give one file, or name them")
     return {"train": parts.popitem()[1]} if len(parts) == 1 else parts
 
 def cell_text(value):
@@ -506,6 +526,8 @@ def read_row(raw, fields):
     """{question, solution, answer, kind} of a row in any known layout; kind "": the golds tell. Errors:
     KeyError for a missing column, ValueError, TypeError, AttributeError or SyntaxError for an odd cell."""
     named = any(fields.values())
+    if any(raw.get(None) or ()):  # of a .csv: a comma that is not quoted has moved all later cells
+        raise ValueError(f"more cells than columns: {raw[None]!r}")
     if "answerKey" in raw and not named:  # ARC, in two layouts; the letters shown are scored
         stem = raw["question"] if isinstance(raw["question"], dict) else {"stem": raw["question"]} | raw
         both = stem["choices"]
@@ -552,7 +574,7 @@ def read_rows(dataset, fields):
             total += len(source)
             for raw in bar(source, f"{dataset}, {part}"):
                 try:
-                    parts[part].append(read_row(raw, fields))
+                    parts[part].append(read_row({**raw}, fields))
                 except KeyError as error:
                     columns = ", ".join(map(str, raw))
                     fail(f"--dataset {dataset}: no column {error} in some row, the columns are {columns};"
@@ -839,7 +861,8 @@ def claim(flags):
         with locked(out):
             if (out / "last").is_dir() and not (out / "last").is_symlink():
                 fail(f"{out}/last is a folder, not a link (was the run copied?): move it away")
-            if not flags.resume and (out / "metrics.jsonl").exists() and standing(out, flags) != "new":
+            taken = any(OURS.fullmatch(name) and not name.endswith(TEMPORARY) for name in os.listdir(out))
+            if not flags.resume and taken and standing(out, flags) != "new":
                 fail(f"--out {out} already holds a run: give another folder, or --resume {out}")
             yield
     finally:
@@ -850,8 +873,10 @@ def claim(flags):
 def standing(folder, flags):
     """How far the run of these flags has come in its folder: "new", "broken" or "finished". Anything else
     in the folder ends the program."""
-    names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
-    if "config.json" in names:
+    names, ours = [file.name for file in folder.iterdir()] if folder.is_dir() else [], False
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        ours = "method" in read_json(folder / "config.json")  # a model's folder has a config.json, too
+    if ours:
         must_equal(parse_flags(as_argv(read_config(folder, vars(flags)))), flags, NEUTRAL, folder)
         if newest_checkpoint(folder):
             with contextlib.suppress(OSError, ValueError):
@@ -860,8 +885,11 @@ def standing(folder, flags):
                     return "finished"
             return "broken"
     strange = [name for name in names if CHECKPOINT.match(name) or not OURS.fullmatch(name)]
+    if not ours:
+        strange = [name for name in names if not name.endswith(TEMPORARY)]
     if strange:
-        fail(f"{folder} holds {min(strange)} and no complete checkpoint: move it away, or give another --out")
+        fail(f"{folder} holds {min(strange)} and no complete checkpoint of a run: move it away, or give"
+             " another --out")
     return "new"  # or never got to a checkpoint: started in place, the same flags write the same log again
 
 def complete(folder):
@@ -1008,8 +1036,11 @@ def load(flags, device):
         gather(turn)
     context = min(context_length(model.config) for model in (base, other) if model)
     shots, hint = rows["train"][:flags.few_shot], "none" if other else flags.hint
-    problems, held_out = (encode_rows(part, tokenizer, context, flags.max_new_tokens, shots, hint, flags.date)
-                          for part in (rows["train"], rows[flags.eval_split]))
+    with or_fail(f"--model {flags.model}: its tokenizer or chat template cannot write a prompt"):
+        problems, held_out = (
+            encode_rows(part, tokenizer, context, flags.max_new_tokens, shots, hint, flags.date)
+            for part in (rows["train"], rows[flags.eval_split]))
+        assert all(row["prompt_ids"] for row in problems + held_out), "an empty prompt"
     top = max(tokenizer.pad_token_id, *(max(r["prompt_ids"] + r["teacher_ids"]) for r in problems + held_out))
     known = base.get_input_embeddings().num_embeddings
     if top >= known:
@@ -1191,7 +1222,7 @@ def log_line(step, flags, rollouts, rewards, batch, result, eos_ids):
         if shape.get("norm_D") and line["loss_D"] > 0:
             line["mu"] = ntk.learning_signal(shape["norm_D"], line["loss_D"])
     if "K" in seen:
-        line |= ntk.conflict_share(seen["K"], seen["cos"], torch.ones_like(seen["K"]), rewarded)
+        line |= ntk.conflict_share(seen["K"], seen["cos"], weight > 0, rewarded)  # sdpo leaves rows out
     if seen["misled"].any():  # the gate at work: the teacher's share where it errs, and where it does not
         for name, where in ("misled", seen["misled"]), ("honest", ~seen["misled"]):
             alpha = seen["alpha"][where & rewarded]
@@ -1246,7 +1277,7 @@ def due(every, step):
 # --- The run --------------------------------------------------------------------------------------
 
 def settings_of(flags):
-    """What the methods are told. --eta-in is a multiple of --lr, m3's eta_in a length."""
+    """What the methods are told. --eta-in is a multiple of --lr, m3's eta_in is the product."""
     settings = m3.Settings(**{name: vars(flags)[name] for name in m3.Settings._fields if name in vars(flags)})
     return settings._replace(eta_in=flags.eta_in * flags.lr)
 
@@ -1258,7 +1289,9 @@ def find_device(flags):
             if RANK > 0:
                 sys.stdout = io.StringIO()
         here = f":{os.environ['LOCAL_RANK']}" if WORLD > 1 and flags.device == "cuda" else ""
-        return torch.empty(0, device=flags.device + here).device
+        tried = torch.zeros(1, device=flags.device + here)
+        tried.item()  # of a device without memory ("meta"): an error
+        return tried.device
 
 def train(flags):
     """sample -> reward -> score, conflict, seed, backward -> step -> log -> save. Returns the summary."""
@@ -1316,6 +1349,7 @@ def train(flags):
         # --- 5. log ---
         line, seen = log_line(step, flags, rollouts, rewards, batch, result, world.eos_ids)
         line = without_infinities(line | extra | {"grad_norm": grad_norm})
+        line["tokens_per_second"] = seen["length"].sum().item() / (time.time() - tick)  # without evaluation
         line["collapsed"] = step >= 10 and all(x["reward"] < 0.05 for x in [*log[-9:], line])
         done = step == flags.steps or (flags.stop_on_collapse and line["collapsed"])
         evaluated = due(flags.eval_every, step) or done
@@ -1326,7 +1360,6 @@ def train(flags):
             keep_samples(out, step, problems, rollouts, batch, result.seen, world.tokenizer,
                          seen["reward"].tolist())
         line["seconds"] = log[-1]["seconds"] + time.time() - tick
-        line["tokens_per_second"] = seen["length"].sum().item() / (time.time() - tick)
         log.append(line)
         append_line(out / "metrics.jsonl", line)
         show_progress(bar, log, left)
@@ -1478,20 +1511,25 @@ def read_runs(folders):
         with or_fail(f"--plot: cannot read the config.json and metrics.jsonl of {folder}"):
             config = read_json(folder / "config.json")
             name = config["method"], config["teacher"]
-            logs.setdefault(name, []).append(read_log(folder / "metrics.jsonl"))
+            log = read_log(folder / "metrics.jsonl")
+            assert all(type(line["step"]) is int for line in log), "steps are no numbers"
+            logs.setdefault(name, []).append(log)
     return logs, len({teacher for _, teacher in logs}) > 1
 
 def plot(folders, file):
-    """Four panels from logs alone, a line per method or teacher: mean and range over seeds. Of more than six
-    lines, each half or third gets four panels of its own."""
+    """Panels from logs alone, of what was measured, a line per method or teacher: mean and range over seeds.
+    Of more than six lines, each half or third gets panels of its own."""
     from matplotlib.figure import Figure
     logs, teachers = read_runs(folders)
-    panels, blocks = TEACHER_PANELS if teachers else PANELS, math.ceil(len(logs) / 6)
-    lines = math.ceil(len(logs) / blocks)  # in each block of panels
-    figure = Figure(figsize=(11, 7.5 * blocks), layout="tight")
-    axes = figure.subplots(2 * blocks, 2).flatten()
+    measured = {key for runs in logs.values() for log in runs for line in log
+                for key, value in line.items() if value is not None}
+    panels = [panel for panel in (TEACHER_PANELS if teachers else PANELS) if panel[0] in measured]
+    blocks, rows = math.ceil(len(logs) / 6), max(math.ceil(len(panels) / 2), 1)  # rows of two in each block
+    lines = math.ceil(len(logs) / blocks)
+    figure = Figure(figsize=(11, 3.75 * rows * blocks), layout="tight")
+    axes = figure.subplots(rows * blocks, 2).flatten()
     for number, (name, runs) in enumerate(logs.items()):
-        block, look = number // lines * 4, {"color": f"C{number % lines}", "linewidth": 1.8}
+        block, look = number // lines * 2 * rows, {"color": f"C{number % lines}", "linewidth": 1.8}
         for axis, (key, title, window, scale) in zip(axes[block:], panels):
             points = curve(runs, key, window, teachers)
             x, values = list(points), list(points.values())
@@ -1507,10 +1545,14 @@ def plot(folders, file):
             axis.set(yscale=scale, **({"ylim": (0, 1)} if scale == "linear" else {}))
             axis.tick_params(labelsize=11)
             axis.grid(alpha=0.25)
-    for block in range(0, len(axes), 4):
-        axes[block].legend(fontsize=11)
-        if not teachers:
-            axes[block + 2].axhline(5000, color="gray", linestyle=":")  # beyond it: M3-Select, says [M3]
+    for i, axis in enumerate(axes):
+        at = i % (2 * rows)
+        if at == 0:
+            axis.legend(fontsize=11)
+        if at >= len(panels):
+            axis.remove()
+        elif panels[at][0] == "kappa":
+            axis.axhline(5000, color="gray", linestyle=":")  # beyond it: M3-Select, says [M3]
     figure.savefig(file, dpi=110)
     print(f"wrote {file}")
 

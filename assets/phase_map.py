@@ -24,6 +24,16 @@ def read_cells(folders):
             cell[config["method"]].append(train.read_json(path))
     return cells
 
+def check(cells):
+    """Ends the program, in one line, where a cell cannot be drawn."""
+    for (share, rate), cell in cells.items():
+        for method in COLOURS:
+            if len(cell[method]) < 2:
+                count = len(cell[method])
+                train.fail(f"phase_map: P {share}, lr {rate} has {count} runs of {method}: want two or more")
+    if not cells:
+        train.fail("phase_map: no runs: name folders of train.py --preset map-misled")
+
 def moments(summaries, key):
     """mean, standard deviation, squared standard error over seeds"""
     values = [summary[key] for summary in summaries]
@@ -71,5 +81,6 @@ def show(cells):
 
 if __name__ == "__main__":
     found = read_cells(sys.argv[1:])
+    check(found)
     draw(found, "phase-map.png")
     show(found)

@@ -26,6 +26,8 @@ def read_curves(folders):
         if train.read_json(folder / "config.json")["method"] != "opd":
             raise ValueError(f"{folder} is no run of --method opd: its gradient norm has other parts")
         lines = train.read_log(folder / "metrics.jsonl")[1:]
+        if not lines:
+            raise ValueError(f"{folder} has no step yet")
         pairs = [(line.get("occupancy_g2"), line.get("occupancy_X")) for line in lines]
         training = [(line["loss_D"], line["grad_norm"]) for line in lines]
         occupied = [pair for pair in pairs if pair[0]]
@@ -42,7 +44,7 @@ def show_curves(curves, file):
         rows.append([name, curve["split"], *drop.values(), f"{sum(falls)} of {len(falls)}"])
         mu = [ntk.learning_signal(G, L) for G, L in zip(norms, losses)]
         for axis, values in zip(axes, (mu, [L and L / losses[0] for L in losses])):
-            smooth = [ntk.middle(values[max(i - 4, 0):i + 5]) for i in range(len(values))]
+            smooth = [ntk.median(values[max(i - 4, 0):i + 5]) for i in range(len(values))]
             axis.plot(range(1, len(smooth) + 1), smooth, label=pathlib.Path(name).name, linewidth=1.8)
     for axis, title in zip(axes, ("learning signal mu", "remaining loss L/L_1")):
         axis.set(yscale="log")
