@@ -1542,7 +1542,7 @@ def plot(folders, file):
             axis.plot(x, [mean(some) for some in values], label=name[teachers], **look)
             axis.set_title(title, fontsize=14)
             axis.set_xlabel("L / L at step 1" if "against" in title else "step", fontsize=12)
-            axis.set(yscale=scale, **({"ylim": (0, 1)} if scale == "linear" else {}))
+            axis.set_yscale(scale)
             axis.tick_params(labelsize=11)
             axis.grid(alpha=0.25)
     for i, axis in enumerate(axes):
@@ -1551,6 +1551,8 @@ def plot(folders, file):
             axis.legend(fontsize=11)
         if at >= len(panels):
             axis.remove()
+        elif panels[at][3] == "linear":  # a share: of 1, where it is not a small one
+            axis.set_ylim(0, 1 if axis.dataLim.y1 > 0.2 else None)
         elif panels[at][0] == "kappa":
             axis.axhline(5000, color="gray", linestyle=":")  # beyond it: M3-Select, says [M3]
     figure.savefig(file, dpi=110)
