@@ -93,20 +93,25 @@ def kdr_hutchinson(model, input_ids, attention_mask, delta_D, delta_R, probes=16
                 terms[:, b] += torch.stack(products).sum(-1) / len(signs)
     return to_cosine(terms * torch.stack([norms[0] * norms[1], dots[1], dots[2]]), dots)
 
-def kdr_flat(model, input_ids, attention_mask, real, residuals, kernel="local", chunk=4096, **options):
+def kdr_flat(model, input_ids, attention_mask, real, residuals, kernel="local", **options):
     """kdr() for a training loop: K [T], cos [T] of the T real tokens alone, laid out flat. real [B,N] bool.
-    residuals: an iterable of (delta_D, delta_R) [chunk,V] by consecutive chunks of these tokens. `local`
-    keeps [chunk,d] of each (head_terms) and runs only rows with a reward signal; others hold [B,N,V]."""
+    residuals: an iterable of (delta_D, delta_R) [t,V] by consecutive chunks of t of these tokens. `local`
+    keeps [t,d] of each (head_terms) and runs only rows with a reward signal; others hold [B,N,V]."""
     def spread(parts):  # T flat rows -> [B,N,x], zeros elsewhere
         flat = torch.cat(parts)
         return flat.new_zeros(*real.shape, flat.shape[-1]).masked_scatter_(real[..., None], flat)
+
+    def terms_of_chunks(read):  # read: the input tokens [T]. A generator, so that no [t,V] outlives it
+        start = 0
+        for delta_D, delta_R in residuals:
+            yield head_terms(model, delta_D, delta_R, read[start:start + len(delta_D)])
+            start += len(delta_D)
 
     if kernel != "local":
         deltas = [spread(parts) for parts in zip(*residuals)]
         options = options if kernel == "hutchinson" else {}  # a training loop gives all kernels its generator
         return [x[real] for x in kdr(model, input_ids, attention_mask, *deltas, kernel, **options)]
-    read = input_ids[:, -real.shape[1] - 1:-1][real].split(chunk)
-    parts = [head_terms(model, *pair, tokens) for pair, tokens in zip(residuals, read)]
+    parts = list(terms_of_chunks(input_ids[:, -real.shape[1] - 1:-1][real]))
     head = {name: spread([part[name] for part in parts]) for name in parts[0]}
     rows = (head["dots"][..., 1:].prod(-1) > 0).any(1)  # elsewhere K = cos = 0
     K, cos = head["dots"].new_zeros(2, *real.shape)
@@ -539,7 +544,7 @@ def main(argv=None):
     step = functools.partial(m3.m3_step, run.student, run.teacher, params=run.params,
                              settings=train.settings_of(flags),
                              micro_batch=flags.micro_batch, chunk=flags.vocab_chunk)
-    options = {"chunk": flags.vocab_chunk, "generator": generator}
+    options = {"generator": generator}
     mixed = batch.advantages.nonzero()[:, 0].tolist()  # whole groups: all of one or none
     rows = mixed[:max(1, own.rows_exact // group) * group]
     prompts, hints = ([texts[b] for b in rows] for texts in (batch.prompts, batch.hints))

@@ -501,12 +501,12 @@ def test_a_step_frees_its_logits_without_the_garbage_collector():
 def test_columns_of_a_log_do_not_depend_on_chunks():
     """A kernel asks the teacher for all chunks at once: of some micro-batches with several, of others not."""
     model, teacher = tiny(), tiny(seed=1)
-    batch, kdr = step_batch(model), functools.partial(ntk.kdr_flat, model, kernel="local")  # both told chunk
+    batch, kdr = step_batch(model), functools.partial(ntk.kdr_flat, model, kernel="local")
     lengths = batch.mask.sum(1).sort(descending=True).values
     chunk = int(lengths[:4].sum()) - 1  # the first of the micro-batches needs two chunks, the others one
     assert chunk > lengths[4:8].sum()
     seen = [m3.m3_step(m3.split_head(model), m3.split_head(teacher), batch, "grpo", list(model.parameters()),
-                       kdr=functools.partial(kdr, chunk=size), look=True, micro_batch=4, chunk=size).seen
+                       kdr=kdr, look=True, micro_batch=4, chunk=size).seen
             for size in (chunk, 4096)]
     assert seen[0].keys() == seen[1].keys() >= {"K", "token_loss"}
     for name, column in seen[0].items():
@@ -3084,7 +3084,7 @@ def test_flat_tokens_by_chunks_are_the_same(kernel, monkeypatch):
     monkeypatch.setattr(ntk, "local_terms", counted)
     for chunk in (4, 100):
         pieces = zip(D[real].split(chunk), R[real].split(chunk), strict=True)
-        got = ntk.kdr_flat(model, ids, mask, real, pieces, kernel, chunk)
+        got = ntk.kdr_flat(model, ids, mask, real, pieces, kernel)
         close(got, [x[real] for x in ntk.kdr(model, ids, mask, D, R, kernel)])
     assert ran[::2] == ([3, 3] if kernel == "local" else []) and (got[0] == 0).sum() >= real[2:5].sum()
     if kernel == "local":  # no row at all has one
@@ -5158,7 +5158,7 @@ def step_jobs():
         return seeded_step(model, each(ids, 8), tokens, mask)
 
     def local():
-        return ntk.kdr_flat(model, full, attention, mask, [[x[mask] for x in delta]], "local", 10**6)
+        return ntk.kdr_flat(model, full, attention, mask, [[x[mask] for x in delta]], "local")
 
     def statistics():
         return m3.geometry(*(torch.autograd.grad(z, params, x, retain_graph=True) for x in delta))

@@ -1326,8 +1326,7 @@ def train(flags):
         # --- 3. score, find the conflicts, seed, go backward, combine ---
         kdr = None  # the isotropic kernel needs no model
         if flags.kernel != "logit":
-            kdr = functools.partial(ntk.kdr_flat, run.model, kernel=flags.kernel, chunk=flags.vocab_chunk,
-                                    generator=generator)
+            kdr = functools.partial(ntk.kdr_flat, run.model, kernel=flags.kernel, generator=generator)
         result = m3.m3_step(run.student, run.teacher, batch, flags.method, run.params,
                             settings._replace(step=step, generator=generator), s_bar, kdr,
                             due(flags.stats_every, step), due(flags.kdr_every, step), add_up, **memory)
