@@ -974,7 +974,7 @@ def m3_step(student, teacher, batch, method, params, settings=DEFAULTS, s_bar=No
     gradients = gradients_of(seeds_of)
     columns = {name: torch.cat(parts) for name, parts in seen.items()}
     measured = geometry(gradients["R"], gradients["D"]) if "R" in gradients else None
-    if chosen.peek:
+    if chosen.peek:  # so far "update" is m_D; at the inner point it becomes the reward's gradient
         with extragradient(params, gradients["update"], settings.eta_in):
             gradients |= gradients_of(reward_alone)
     if chosen.mix:
