@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 import train
 
 COLOURS = {"grpo": "#777777", "opd": "#c98a1b", "hybrid": "#3f8f4f", "m3-norm": "#a9c4e8",
-           "m3-select": "#5b8fd0", "m3-soft": "#1f5aa8", "m3-eg": "#7a4fa3"}
+           "m3-random": "#d9d2e9", "m3-select": "#5b8fd0", "m3-soft": "#1f5aa8", "m3-eg": "#7a4fa3"}
 
 def read_cells(folders):
     """{(P, lr): {method: [summary of each seed]}}"""
