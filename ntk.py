@@ -10,7 +10,7 @@ push at token n helps the reward's (>= 0) or fights it (< 0: a conflict). Four k
     logit       J^T J taken to be 1, so delta_D . delta_R: free
 Beside the papers: (1) none says how to compute K_DR: all four ways are ours. (2) `local` leaves out the paths
 through keys and values. On toy models its sign is exact's on 93 to 99 % of the tokens, its cos correlates at
-.99, but sum |K| is .5 to .9 of exact's, .4 on a real model of 30 layers: use the sign and the cosine only.
+.99, but sum |K| is .4 to .9 of exact's, .4 on a real model of 30 layers: use the sign and the cosine only.
 (3) Biases, norms and (tied) embeddings count like any weight; frozen parameters never do.
 
 [M3] = arXiv 2609.34849, [VLS] = arXiv 2610.11247. `local` wants a transformers model.
