@@ -408,6 +408,8 @@ def _same_choice(text, gold):
     found = re.findall(LABEL, text) if marked is None else re.findall(CHOICE, marked)
     return {(a or b).upper() for a, b in found if (a or b).isdigit() == gold.isdigit()} == {gold.upper()}
 
+STD = {"unbiased": 1, "population": 0, "none": None}  # divides the advantages: what is subtracted from G
+
 def group_advantages(rewards, group_size, std="unbiased", eps=1e-4):
     """A_i = (r_i - mean) / (std + eps) within each group of `group_size` consecutive rows [M3 eq 2].
 
@@ -415,8 +417,8 @@ def group_advantages(rewards, group_size, std="unbiased", eps=1e-4):
     advantages), "population", "none" (centre only, as Dr. GRPO). An all-equal group gets 0, never 0/eps.
     ValueError: G < 2 (a group of one has no spread), B not a multiple of G, a reward that is not finite.
     """
-    if std not in ("unbiased", "population", "none"):
-        raise ValueError(f"std {std}: unknown, choose from unbiased, population, none")
+    if std not in STD:
+        raise ValueError(f"std {std}: unknown, choose from {', '.join(STD)}")
     if group_size < 2 or len(rewards) % group_size:
         raise ValueError(f"{len(rewards)} rewards do not make groups of {group_size} (at least 2)")
     odd = (~torch.isfinite(rewards)).nonzero()
@@ -425,7 +427,7 @@ def group_advantages(rewards, group_size, std="unbiased", eps=1e-4):
     r = rewards.float().view(-1, group_size)  # [P, G]
     advantages = r - r.mean(1, keepdim=True)
     if std != "none":
-        advantages = advantages / (r.std(1, keepdim=True, correction=1 if std == "unbiased" else 0) + eps)
+        advantages = advantages / (r.std(1, keepdim=True, correction=STD[std]) + eps)
     return torch.where((r == r[:, :1]).all(1, keepdim=True), 0.0, advantages).flatten()
 
 # --- 4. Scores: the same response tokens, read after the student's prompt and after the teacher's -----------
@@ -738,7 +740,7 @@ def gate_select(K, alpha_max):
     return alpha_max * (K >= 0).float()
 
 def gate_soft(cos, alpha_max, beta):
-    """M3-Soft [eq 14]: alpha_max sigmoid(beta cos phi_n). beta 0: alpha_max/2; large: as Select."""
+    """M3-Soft [eq 14]: alpha_max sigmoid(beta cos phi_n). beta 0: half; large: Select, but for cos 0."""
     return alpha_max * torch.sigmoid(beta * cos)
 
 def m3_seed(s, f, alpha):

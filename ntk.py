@@ -16,7 +16,7 @@ through keys and values. On toy models its sign is exact's on 93 to 99 % of the 
 [M3] = arXiv 2609.34849, [VLS] = arXiv 2610.11247. `local` wants a transformers model.
 Shapes: B rows, L columns, N response positions (the last ones), V vocabulary, d hidden.
 """
-import contextlib, functools, html, math, pathlib, re, statistics, time
+import contextlib, functools, html, math, statistics, time
 
 import torch
 from torch import nn
@@ -523,13 +523,11 @@ def main(argv=None):
     parser.add_argument("--checkpoint", default="", help="the student, of a run from --model, which teaches")
     parser.add_argument("--rows-exact", default=16, type=int, help="responses for the kernels [16]")
     own, rest = parser.parse_known_args(argv)
-    other = [word for word in rest if re.match("--(compare|plot|probe|resume)", word)]
+    other = [word for word in rest if word.startswith(("--compare", "--plot", "--probe", "--resume"))]
     if other:
         train.fail(f"{other[0]} is train.py's: leave it out")
     flags = train.parse_flags(["--out", "runs/ntk", "--dtype", "float32", *rest])
-    out, group = pathlib.Path(flags.out), flags.group_size
-    with train.or_fail(f"--out {out}: cannot write there, give another folder"):
-        out.mkdir(parents=True, exist_ok=True)
+    out, group = train.make_folder(flags.out), flags.group_size
     device = train.find_device(flags)
     world = train.load(flags, device)
     if own.checkpoint:

@@ -139,7 +139,7 @@ def parse_flags(argv=None):
     flag("--max-new-tokens", 24, "longest response", many)
     flag("--temperature", 1.0, "of sampling and of scoring alike", positive)
     group = parser.add_argument_group("signals")
-    flag("--std", "unbiased", "divides the advantages", ["unbiased", "population", "none"])
+    flag("--std", "unbiased", "divides the advantages", list(m3.STD))
     flag("--divergence", "jsd", "of eq 1; M3 takes fkl", list(m3.DIVERGENCES))
     flag("--lam", 0.5, "lambda of the jsd", lam)
     flag("--tau", None, "clip of a token's divergence in nats: beyond it the teacher is silent; not sdpo's",
@@ -466,7 +466,7 @@ def say_left_out(source, rows, total, why):
         print(f"{source}: {len(rows)} of {total} rows left out, {why}:", *[repr(row) for row in rows[:4]])
 
 def read_file(path):
-    """A file's rows as dicts, as they stand. Not by `datasets`: it makes 7.0 of "007", and refuses all of a
+    """A file's rows, as they stand. Not by `datasets`: it makes 7.0 of "007", and refuses all of a
     file for one lone surrogate."""
     if path.suffix.lower() == ".parquet":
         import pyarrow.parquet  # comes with datasets
@@ -844,6 +844,14 @@ def new_folder(name):
             folder.mkdir(parents=True)
             return folder
 
+def make_folder(name, fresh=False):
+    """A folder in which files can be written, of this name; fresh: see new_folder."""
+    with or_fail(f"--out {name}: cannot write there, give another folder"):
+        folder = new_folder(name) if fresh else pathlib.Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        return folder
+
 @contextlib.contextmanager
 def claim(flags):
     """Make flags.out this run's own folder and hold it. Rank 0 does so, and tells the others."""
@@ -852,10 +860,7 @@ def claim(flags):
         return
     name = flags.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{flags.method}"
     made = not flags.out or not pathlib.Path(name).exists()
-    with or_fail(f"--out {name}: cannot write there, give another folder"):
-        out = pathlib.Path(name) if flags.out else new_folder(name)
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
+    out = make_folder(name, fresh=not flags.out)
     flags.out = str(out)
     try:
         with locked(out):
@@ -873,7 +878,9 @@ def claim(flags):
 def standing(folder, flags):
     """How far the run of these flags has come in its folder: "new", "broken" or "finished". Anything else
     in the folder ends the program."""
-    names, ours = [file.name for file in folder.iterdir()] if folder.is_dir() else [], False
+    names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    strange = [name for name in names if not name.endswith(TEMPORARY)]  # of no run, all are
+    ours = False
     with contextlib.suppress(OSError, ValueError, TypeError):
         ours = "method" in read_json(folder / "config.json")  # a model's folder has a config.json, too
     if ours:
@@ -884,9 +891,7 @@ def standing(folder, flags):
                 if ended["steps"] == flags.steps or flags.stop_on_collapse and ended["collapsed_at"]:
                     return "finished"
             return "broken"
-    strange = [name for name in names if CHECKPOINT.match(name) or not OURS.fullmatch(name)]
-    if not ours:
-        strange = [name for name in names if not name.endswith(TEMPORARY)]
+        strange = [name for name in names if CHECKPOINT.match(name) or not OURS.fullmatch(name)]
     if strange:
         fail(f"{folder} holds {min(strange)} and no complete checkpoint of a run: move it away, or give"
              " another --out")
@@ -1526,10 +1531,10 @@ def plot(folders, file):
     blocks, rows = math.ceil(len(logs) / 6), max(math.ceil(len(panels) / 2), 1)  # rows of two in each block
     lines = math.ceil(len(logs) / blocks)
     figure = Figure(figsize=(11, 3.75 * rows * blocks), layout="tight")
-    axes = figure.subplots(rows * blocks, 2).flatten()
+    axes = figure.subplots(rows * blocks, 2).reshape(blocks, -1)
     for number, (name, runs) in enumerate(logs.items()):
-        block, look = number // lines * 2 * rows, {"color": f"C{number % lines}", "linewidth": 1.8}
-        for axis, (key, title, window, scale) in zip(axes[block:], panels):
+        look = {"color": f"C{number % lines}", "linewidth": 1.8}
+        for axis, (key, title, window, scale) in zip(axes[number // lines], panels):
             points = curve(runs, key, window, teachers)
             x, values = list(points), list(points.values())
             if "against" in title:
@@ -1544,16 +1549,15 @@ def plot(folders, file):
             axis.set_yscale(scale)
             axis.tick_params(labelsize=11)
             axis.grid(alpha=0.25)
-    for i, axis in enumerate(axes):
-        at = i % (2 * rows)
-        if at == 0:
-            axis.legend(fontsize=11)
-        if at >= len(panels):
-            axis.remove()
-        elif panels[at][3] == "linear":  # a share: of 1, where it is not a small one
-            axis.set_ylim(0, 1 if axis.dataLim.y1 > 0.2 else None)
-        elif panels[at][0] == "kappa":
-            axis.axhline(5000, color="gray", linestyle=":")  # beyond it: M3-Select, says [M3]
+    for block in axes:
+        block[0].legend(fontsize=11)
+        for axis, (key, _, _, scale) in zip(block, panels):
+            if scale == "linear":  # a share: of 1, where it is not a small one
+                axis.set_ylim(0, 1 if axis.dataLim.y1 > 0.2 else None)
+            elif key == "kappa":
+                axis.axhline(5000, color="gray", linestyle=":")  # beyond it: M3-Select, says [M3]
+        for spare in block[len(panels):]:
+            spare.remove()
     figure.savefig(file, dpi=110)
     print(f"wrote {file}")
 
@@ -1606,9 +1610,7 @@ def run_all(todo):
 
 def compare(flags):
     """METHODS or TEACHERS x seeds, one table. Finished runs of these flags are kept, broken ones resumed."""
-    out, names = pathlib.Path(flags.out or f"runs/{flags.preset or 'compare'}"), list(flags.compare)
-    with or_fail(f"--out {out}: cannot write there, give another folder"):
-        out.mkdir(parents=True, exist_ok=True)
+    out, names = make_folder(flags.out or f"runs/{flags.preset or 'compare'}"), list(flags.compare)
     with locked(out):
         runs, todo = {}, []
         for name in m3.METHODS if names[0] in m3.METHODS else ["privileged", *TOY_TEACHERS]:

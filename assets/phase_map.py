@@ -28,8 +28,8 @@ def check(cells):
     """Ends the program, in one line, where a cell cannot be drawn."""
     for (share, rate), cell in cells.items():
         for method in COLOURS:
-            if len(cell[method]) < 2:
-                count = len(cell[method])
+            count = len(cell[method])
+            if count < 2:
                 train.fail(f"phase_map: P {share}, lr {rate} has {count} runs of {method}: want two or more")
     if not cells:
         train.fail("phase_map: no runs: name folders of train.py --preset map-misled")
