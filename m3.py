@@ -121,11 +121,11 @@ def draw_problems(n, count, seed, step):
 
 def left_pad(prompts, pad_id=0, device=None):
     """P prompts (lists of ids) on one right edge -> ids, mask (1: real), positions, each [P, L] long."""
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    width = max(map(len, prompts))
+    ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     # From lengths, never from `ids != pad_id`: with pad == eos that would also hide real end tokens.
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    mask = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    ids, mask = torch.tensor(ids, device=device), torch.tensor(mask, device=device)
     return ids, mask, positions_of(mask)
 
 def positions_of(mask):
@@ -178,11 +178,13 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, *, eos_i
     model: a causal LM in eval mode; its own generation defaults are never read. eos_ids: every id that ends a
     response. uniforms [B, N] in [0, 1), one per (row, position): made from `generator` when not given.
     Returns tokens [B, N] long (pad_id after the end), mask [B, N] bool (True up to the first end token),
-    logprobs [B, N] float32 of the distribution sampled from (0 where masked). Group i is rows i*G .. i*G+G-1.
-    ValueError: no room for a token, a negative temperature.
+    logprobs [B, N] float32 of the distribution sampled from (0 where masked; greedy: of temperature 1).
+    Group i is rows i*G .. i*G+G-1. ValueError: an empty prompt, no room for a token, a negative temperature.
     """
     if max_new_tokens < 1 or temperature < 0:
         raise ValueError(f"max_new_tokens {max_new_tokens}, temperature {temperature}: want >= 1 and >= 0")
+    if not all(prompts):
+        raise ValueError("an empty prompt: it would be read as one pad token")
     device, shape = next(model.parameters()).device, (len(prompts) * group_size, max_new_tokens)
     if uniforms is None:  # greedy draws none: an evaluation leaves the caller's random state as it was
         uniforms = torch.rand(shape, generator=generator) if temperature else torch.zeros(shape)
@@ -413,8 +415,8 @@ STD = {"unbiased": 1, "population": 0, "none": None}  # divides the advantages: 
 def group_advantages(rewards, group_size, std="unbiased", eps=1e-4):
     """A_i = (r_i - mean) / (std + eps) within each group of `group_size` consecutive rows [M3 eq 2].
 
-    rewards [B] -> [B] float32, |A| < sqrt(G). std: "unbiased" (the only one that fits the paper's printed
-    advantages), "population", "none" (centre only, as Dr. GRPO). An all-equal group gets 0, never 0/eps.
+    rewards [B] -> [B] float32, |A| < sqrt(G) if divided. std: "unbiased" (the only one that fits the
+    paper's printed advantages), "population", "none" (centre only, as Dr. GRPO). An all-equal group gets 0.
     ValueError: G < 2 (a group of one has no spread), B not a multiple of G, a reward that is not finite.
     """
     if std not in STD:
@@ -454,7 +456,8 @@ def split_head(model):
         ours = head(backbone(input_ids=ids).last_hidden_state).float()
     close = 8 * torch.finfo(model.dtype).eps * want.abs().max()
     if want.shape != ours.shape or (want - ours).abs().max() > close:
-        raise ValueError(f"{type(model).__name__}: its logits are not its output layer's, capped or scaled")
+        raise ValueError(f"{type(model).__name__}: its logits are not its output layer's, capped or scaled;"
+                         " or it is in training mode, with dropout")
     return backbone, head
 
 def join(prompts, tokens, mask, pad_id=0):
@@ -541,9 +544,8 @@ def jsd(log_ps, log_pt, lam, k):  # lam KL(p_T||m) + (1-lam) KL(p_S||m), m = lam
     log_m = log_mixture(log_ps, log_pt, lam)
     return lam * kl(log_pt, log_m) + (1 - lam) * kl(log_ps, log_m)
 
-def jsd_residual(log_ps, log_pt, lam, k):
-    log_m = log_mixture(log_ps, log_pt, lam)
-    return (1 - lam) * log_ps.exp() * (log_ratio(log_ps, log_m) - kl(log_ps, log_m)[..., None])
+def jsd_residual(log_ps, log_pt, lam, k):  # of KL(p_S||m), m held fixed: all that comes by way of m cancels
+    return (1 - lam) * rkl_residual(log_ps, log_mixture(log_ps, log_pt, lam), lam, k)
 
 def likeliest(log_ps, log_pt, k):
     """q log(p_S / p_T) of the student's k likeliest tokens, q its weights renormalised there; their ids."""
@@ -573,11 +575,13 @@ def distill_residual(student_logits, teacher_logits, kind="fkl", lam=0.5, tau=No
 
     rkl-topk: with its weights held fixed, as its source has it; of all others the exact gradient.
     Near agreement the jsd residual is lam (1-lam) times fkl's: a quarter of it at lam = 1/2. tau: positions
-    whose divergence (the sum over V) is above tau give exactly 0, the gradient of min(D, tau) [eq 1].
+    whose divergence of this kind (the sum over V) is tau or more give exactly 0, the gradient of min(D, tau)
+    [eq 1]. M3 clips fkl's residual [eq 9] by the divergence of eq 1 instead, see Signals.clipped.
     """
     delta = DIVERGENCES[kind][1](log_softmax(student_logits), log_softmax(teacher_logits), lam, k)
     if tau is not None:
-        delta = delta * (divergence(student_logits, teacher_logits, kind, lam, k) < tau)[..., None]
+        clipped = divergence(student_logits, teacher_logits, kind, lam, k) >= tau
+        delta = delta.masked_fill(clipped[..., None], 0.0)  # not a product: 0 times NaN is NaN
     return delta
 
 def reward_residual(student_logits, tokens, advantages):
@@ -594,7 +598,7 @@ def reward_residual(student_logits, tokens, advantages):
 def normalize(residual, eps):
     """delta / (||delta|| + eps) over the vocabulary [eq 10]. [..., V] -> [..., V], norms below 1; 0 stays 0.
 
-    eps is a real hyper-parameter, in units of a residual's norm (fkl's: 0 .. sqrt 2, reward's: times |A|).
+    eps > 0 is a real hyper-parameter, in units of a residual's norm (fkl's, reward's / |A|: up to sqrt 2).
     A residual far longer than eps becomes a unit vector: with eps = 1e-8 one of norm 1e-4 counts as much as
     one of norm 1.
     """
@@ -622,7 +626,7 @@ class Settings(NamedTuple):
     lam: float = 0.5  # of the jsd
     tau: float | None = None  # clip of a token's divergence in nats [eq 1]
     distill_scale: float = 1.0  # factor on the teacher's loss and residuals: the lever on kappa
-    temperature: float = 1.0  # of sampling and of scoring alike
+    temperature: float = 1.0  # of scoring, above 0; give `sample` the same
     step: int = 1  # RLSD fades with it
     generator: torch.Generator | None = None  # m3-random draws from it
 
@@ -632,6 +636,7 @@ class Signals:
     """What is known of T response tokens, computed when first asked for: GRPO never runs the teacher."""
     def __init__(self, micro, part):  # part: a slice of the micro-batch's tokens
         self.micro, self.part, self.settings = micro, part, micro.settings
+        self.tau = math.inf if micro.settings.tau is None else micro.settings.tau
         self.tokens, self.row = micro.tokens[part], micro.row[part]  # y [T]; the token's row in the batch
         self.advantages, self.weights = micro.advantages[part], micro.weights[part]  # A; see token_weights
         self.logits = self.tempered(micro.student[1](micro.leaf[part]))  # [T, V], with a graph
@@ -653,14 +658,12 @@ class Signals:
     def loss_gradient(self):  # of eq 1 itself, with its own divergence
         return self.teacher_residual(self.settings.divergence)
     def teacher_residual(self, kind):
-        scale = self.settings.distill_scale * ~self.clipped[:, None]  # a clipped token gives exactly 0
-        return scale * distill_residual(self.z_S, self.z_T, kind, self.settings.lam)
+        residual = self.settings.distill_scale * distill_residual(self.z_S, self.z_T, kind, self.settings.lam)
+        residual[self.clipped] = 0.0  # exactly 0, and not a product: there it may be NaN
+        return residual
     @functools.cached_property
     def unclipped(self):  # [T]: D of eq 1
         return divergence(self.z_S, self.z_T, self.settings.divergence, self.settings.lam)
-    @functools.cached_property
-    def tau(self):
-        return math.inf if self.settings.tau is None else self.settings.tau
     @functools.cached_property
     def clipped(self):  # [T] bool; an infinite D is clipped even without tau
         return self.unclipped >= self.tau
@@ -668,10 +671,10 @@ class Signals:
     def token_loss(self):  # [T]: min(D, tau), scaled
         return self.settings.distill_scale * self.unclipped.clamp(max=self.tau)
     @functools.cached_property
-    def conflict(self):  # K_DR(n), cos phi_n [T]; a kernel of ntk.py runs on the whole micro-batch, once
+    def conflict(self):  # K_DR(n) of the tempered logits, cos phi_n [T]
         if self.micro.kdr is None:
             return isotropic_kernel(self.delta_D, self.delta_R)
-        return [x[self.part] for x in self.micro.conflict]
+        return [x[self.part] for x in self.micro.conflict]  # ntk.py's kernels run once a micro-batch
     def columns(self, alpha, look):
         """For a log: name -> [T]; of teacher and conflict what was asked for. look: K_DR in any case."""
         log_ps = log_softmax(self.z_S)
@@ -732,7 +735,7 @@ def m3_random(s, f):
 
 def m3_eg(s, f):
     """the reward's gradient where the gated teacher would lead [M3 eq 15]"""
-    _, alpha = m3_soft(s, f) if f.eg_gate == "soft" else m3_select(s, f)
+    _, alpha = {"select": m3_select, "soft": m3_soft}[f.eg_gate](s, f)
     return alpha[:, None] * normalize(s.delta_D, f.eps), alpha  # m_D, see extragradient
 
 def gate_select(K, alpha_max):
@@ -745,7 +748,7 @@ def gate_soft(cos, alpha_max, beta):
 
 def m3_seed(s, f, alpha):
     """Eq 11 per token: alpha_n delta_D^ + (1 - alpha_n) delta_R^, and alpha_n. s_bar follows in m3_step."""
-    if f.zero_advantage == "skip":
+    if {"teacher": False, "skip": True}[f.zero_advantage]:
         alpha = alpha * (s.advantages != 0)
     share = alpha[:, None]
     return share * normalize(s.delta_D, f.eps) + (1 - share) * normalize(s.delta_R, f.eps), alpha
@@ -837,7 +840,7 @@ class MicroBatch:
         self.student, self.teacher, self.settings = student, teacher, settings
         self.kdr, self.chunk = kdr, chunk
         self.prompts, self.hints = ([ids[b] for b in rows.tolist()] for ids in (batch.prompts, batch.hints))
-        length = int(batch.mask[rows].sum(1).max())  # nothing is run beyond the longest reply of these rows
+        length = max(1, int(batch.mask[rows].sum(1).max()))  # nothing is run beyond the longest reply
         self.real, self.replies = batch.mask[rows, :length], batch.tokens[rows, :length]  # [b, n]
         self.tokens, self.weights = self.replies[self.real], batch.weights[rows, :length][self.real]  # [T]
         self.row = rows[:, None].expand_as(self.real)[self.real]
@@ -912,7 +915,7 @@ def geometry(g_R, g_D):
     kappa = phi = None
     if norm_R:
         kappa = norm_R / norm_D if norm_D else math.inf
-        phi = max(-1.0, min(1.0, inner(g_R, g_D) / norm_R / norm_D)) if norm_D else 0.0
+        phi = min(max(inner(g_R, g_D) / norm_R / norm_D, -1.0), 1.0) if norm_D else 0.0  # NaN stays
     return dict(norm_R=norm_R, norm_D=norm_D, kappa=kappa, phi=phi)
 
 def update_scale(norms, advantages, s_bar, add_up):
@@ -940,7 +943,7 @@ def extragradient(params, m_D, eta_in):
 
 class Step(NamedTuple):
     update: list  # the gradient that the optimizer descends: float32, one tensor per parameter
-    seen: dict  # what a log needs of every token: name -> [T], see Signals.columns
+    seen: dict  # what a log needs: name -> [T], see Signals.columns; "row" tells whose token it is
     geometry: dict | None  # norm_R, norm_D, kappa, phi, where they were computed
     s_bar: float | None  # for the next step
 
@@ -948,9 +951,13 @@ def m3_step(student, teacher, batch, method, params, settings=DEFAULTS, s_bar=No
             statistics=False, look=False, add_up=lambda tensors: None, **memory):
     """One step of any method: signals, conflicts, seeds [eq 11], gradients, their combination -> Step.
 
-    s_bar: of the step before. statistics: kappa and Phi for a log, two more backward passes. look: K_DR for a
-    log, also where no gate asks. add_up(tensors): replaces each by its sum over processes. kdr, memory: see
-    backward. KeyError for an unknown method.
+    student, teacher: in eval mode, and the student comes back so. s_bar: of the step before. statistics:
+    kappa and Phi for a log, two more backward passes. look: K_DR for a log, also where no gate asks.
+    add_up(tensors): replaces each by its sum over processes. kdr (None: logit), memory: see backward.
+    KeyError for an unknown method. Two need more of their caller: after each step rlsd and sdpo move the
+    teacher, by METHODS[method].move_teacher; rlsd wants settings.step; the hints of sdpo show the replies
+    that sdpo_siblings names, with weight 0 for a row without one. Of 16-bit params the optimizer needs
+    float32 copies: rounding would swallow small steps.
     """
     chosen, seen = METHODS[method], collections.defaultdict(list)
 

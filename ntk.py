@@ -28,14 +28,16 @@ import m3
 def kdr(model, input_ids, attention_mask, delta_D, delta_R, kernel="local", **options):
     """K_DR(n) [M3 eq 9] and cos phi_n [M3 eq 14] -> K [B,N] (squared gradient units), cos [B,N] in [-1, 1].
     input_ids, attention_mask [B,L]: prompts padded on the left, responses the last N columns, padded on the
-    right. delta_D, delta_R [B,N,V]: residuals; position n's logits come from column L-N-1+n. Where one is 0,
-    so are K and cos. model: in eval mode, comes back as it was. options, cost: see kdr_exact,
-    kdr_hutchinson, local_terms. ValueError: wrong shapes, a model the kernel cannot run on."""
+    right. delta_D, delta_R [B,N,V]: residuals, 0 at padded positions; position n's logits come from column
+    L-N-1+n. Where one is 0, so are K and cos. model: in eval mode, comes back as it was. options, cost: see
+    kdr_exact, kdr_hutchinson, local_terms. ValueError: wrong shapes, a model the kernel cannot run on."""
     if kernel not in ("logit", "local", "exact", "hutchinson"):
         raise ValueError(f"--kernel {kernel}: unknown, choose from logit, local, exact, hutchinson")
     ids, mask, D, R = (tuple(x.shape) for x in (input_ids, attention_mask, delta_D, delta_R))
     if D != R or ids != mask or len(D) != 3 or len(ids) != 2 or D[0] != ids[0] or not 0 < D[1] < ids[1]:
         raise ValueError(f"want ids and mask [B,L], residuals [B,N,V], N < L; got {ids}, {mask}, {D}, {R}")
+    if options and kernel in ("logit", "local"):
+        raise ValueError(f"--kernel {kernel} has no options, got {', '.join(options)}")
     delta_D, delta_R = delta_D.detach(), delta_R.detach()
     if kernel == "logit":
         return m3.isotropic_kernel(delta_D, delta_R)
@@ -52,8 +54,10 @@ def kdr_exact(model, input_ids, attention_mask, delta_D, delta_R, chunk=8):
     dots, before = _gram(delta_D, delta_R), input_ids.shape[1] - delta_D.shape[1]
     terms, params = torch.zeros_like(dots), [p for p in model.parameters() if p.requires_grad]
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the attention that vmap can differentiate
-        for b, live in enumerate(dots[1] * dots[2] > 0):
-            for part in live.nonzero()[:, 0].split(chunk) if live.any() else ():  # [c]
+        for b, live in enumerate((dots[1:] > 0).all(0)):
+            places = live.nonzero()[:, 0]
+            for start in range(0, len(places), chunk):
+                part = places[start:start + chunk]  # [c]
                 end = before + int(part[-1])  # later columns change nothing
                 batch = _batch(input_ids[b:b + 1, :end], attention_mask[b:b + 1, :end], end)
                 z = model(**batch).logits[0, before - 1 + part]  # [c,V]
@@ -75,7 +79,8 @@ def kdr_hutchinson(model, input_ids, attention_mask, delta_D, delta_R, probes=16
     if signs is None:
         device = getattr(generator, "device", None)
         signs = 1 - 2 * torch.randint(2, (probes, B, N), generator=generator, device=device)
-    signs, norms, terms = signs.to(delta_D)[..., None], dots[1:].sqrt(), torch.zeros_like(dots)
+    signs = signs.to(delta_D).reshape(-1, B, N, 1)
+    norms, terms = dots[1:].sqrt(), torch.zeros_like(dots)
     units = [x / norm.clamp_min(1e-37)[..., None] for x, norm in zip((delta_D, delta_R), norms)]
     params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
@@ -109,11 +114,12 @@ def kdr_flat(model, input_ids, attention_mask, real, residuals, kernel="local", 
 
     if kernel != "local":
         deltas = [spread(parts) for parts in zip(*residuals)]
-        options = options if kernel == "hutchinson" else {}  # a training loop gives all kernels its generator
+        if kernel != "hutchinson":  # a training loop gives all kernels its generator
+            options.pop("generator", None)
         return [x[real] for x in kdr(model, input_ids, attention_mask, *deltas, kernel, **options)]
     parts = list(terms_of_chunks(input_ids[:, -real.shape[1] - 1:-1][real]))
     head = {name: spread([part[name] for part in parts]) for name in parts[0]}
-    rows = (head["dots"][..., 1:].prod(-1) > 0).any(1)  # elsewhere K = cos = 0
+    rows = (head["dots"][..., 1:] > 0).all(-1).any(1)  # elsewhere K = cos = 0
     K, cos = head["dots"].new_zeros(2, *real.shape)
     if rows.any():
         head = {name: x[rows] for name, x in head.items()}
@@ -190,18 +196,21 @@ def norm_share(module, x, b_D, b_R, names):
         total = total + _gram(*pair)
     return total
 
-def _hook(names, terms, ends):
-    """Forward hook: the module will add its share to terms [3,B,N]. ends: what embeddings gave, else None."""
+def _hook(names, terms, ran, ends):
+    """Forward hook: the module will add its share to terms [3,B,N]. Filled: ran, the set of modules that did;
+    ends, what embeddings gave."""
     def forward_hook(module, args, out):
         embeds, rows = isinstance(module, nn.Embedding), terms.shape[1]
         # Nothing to add: the pass over the distinct prompts (at most B rows), frozen parts, norm_share's own.
         if len(out) <= rows or not (embeds or out.requires_grad):
             return None
-        if module in ends or out.shape[:2] != (2 * rows, terms.shape[2]):
+        if module in ran or out.shape[:2] != (2 * rows, terms.shape[2]):
             raise ValueError(f"{type(module).__name__} does not run once per position: use --kernel logit")
-        ends[module] = out.detach().requires_grad_() if embeds else None
+        ran.add(module)
         if embeds:  # the backward pass ends here. A copy goes on: CTRL scales its embeddings in place
-            return ends[module].clone()
+            end = ends[module] = out.detach().requires_grad_()
+            padding = args[0][..., None] == (-1 if module.padding_idx is None else module.padding_idx)
+            return torch.where(padding, out.detach(), end)  # torch gives the padding's row no gradient
         rule = functools.partial(norm_share, module) if module.weight.ndim == 1 else linear_share
         x = args[0].detach()[::2]  # rows 2i and 2i+1 are the same
 
@@ -231,20 +240,19 @@ def local_terms(model, input_ids, attention_mask, of_head):
     interface (no soft cap, no sinks) and what is trained sits in Linear, Conv1D, Embedding or norms."""
     (backbone, head, embedding), N = _parts(model), of_head["dots"].shape[1]
     dots = _wide(of_head["dots"]).movedim(-1, 0)  # [3,B,N]
-    terms, ends, layers = torch.zeros_like(dots), {}, set()
+    terms, ran, ends, layers = torch.zeros_like(dots), set(), {}, set()
     trained = _trained_modules(model, head, embedding)
     ids, real = input_ids.repeat_interleave(2, 0), attention_mask.repeat_interleave(2, 0).bool()
     prompts = [row[mask].tolist() for row, mask in zip(ids[:, :-N], real[:, :-N])]
     with torch.enable_grad(), contextlib.ExitStack() as stack:
         for module, names in trained.items():
             if module is not head:
-                stack.enter_context(module.register_forward_hook(_hook(names, terms, ends)))
+                stack.enter_context(module.register_forward_hook(_hook(names, terms, ran, ends)))
         stack.enter_context(_cut_attention(backbone, layers))
         h = m3.hidden_states(backbone, prompts, ids[:, -N:])  # [2B,N,d]
         if len(layers) < model.config.num_hidden_layers:
             raise ValueError(f"{type(model).__name__}: only {len(layers)} of its layers use transformers' "
                              "attention interface, the others cannot be cut: use --kernel logit")
-        ends = {module: end for module, end in ends.items() if end is not None}
         seeds = torch.stack([of_head["grad_D"], of_head["grad_R"]], 1).flatten(0, 1).to(h)
         b = dict(zip(ends, torch.autograd.grad(h, list(ends.values()), seeds)))  # runs all hooks
     h, names = _wide(h.detach()[::2]), trained[head]
@@ -277,6 +285,8 @@ def _trained_modules(model, head, embedding):
                 if name not in ("weight", "bias") or not (known or p.ndim == 1) or shared:
                     raise ValueError(f"no local rule for parameter {path}.{name}: use --kernel logit")
                 modules.setdefault(module, []).append(name)
+    if not owner:
+        raise ValueError("no parameter of the model is trainable: K_DR would be 0 everywhere")
     return modules
 
 @contextlib.contextmanager
@@ -360,7 +370,7 @@ def signal_drop(losses, grad_norms, split):
     before, after: median mu of steps 1..split and split+1..split+30; drop = before/after; remaining: L/L_1 at
     the split, a centred 9-step rolling median; last50: median mu of the last 50 steps. Steps without a mu do
     not count; NaN where none is left, and where L_1 is 0."""
-    mu = [learning_signal(G, L) for G, L in zip(grad_norms, losses)]
+    mu = [learning_signal(G, L) for G, L in zip(grad_norms, losses, strict=True)]
     before, after = median(mu[:split]), median(mu[split:split + 30])
     remaining = median(losses[max(split - 5, 0):split + 4]) / losses[0] if losses[0] else math.nan
     return {"before": before, "after": after, "drop": before / after if after else math.nan,
@@ -436,12 +446,12 @@ def stall(start, end, prompts, losses):
             rows.append([h[0].double().mean(0) for h in out.hidden_states])
         return [torch.stack(layer) for layer in zip(*rows)]
 
-    losses = [x for x in losses if x is not None] or [0.0]  # None: it was not finite
+    known = [(step, x) for step, x in enumerate(losses) if x is not None] or [(0, 0.0)]  # None: not finite
     state = {name.replace(".base.", "."): p for name, p in start.state_dict().items()}  # no adapters
     cka = [linear_cka(X, Y) for X, Y in zip(read(start), read(end))]
-    first, last = losses[0], losses[-1]
-    gamma = math.log(first / last) / (2 * max(len(losses) - 1, 1)) if min(first, last) > 0 else None
-    return {"loss_reduction_max": 1 - min(losses) / first if first else None,
+    (before, first), (after, last), least = known[0], known[-1], min(x for _, x in known)
+    gamma = math.log(first / last) / (2 * max(after - before, 1)) if min(first, last) > 0 else None
+    return {"loss_reduction_max": 1 - least / first if first else None,
             "loss_reduction_final": 1 - last / first if first else None,
             "gamma": gamma, "cka": cka, "cka_min": min(cka),
             "d_par": parameter_change(end, state) if end.dtype.itemsize > 2 else None}

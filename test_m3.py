@@ -249,6 +249,8 @@ def test_sampler_mask_logprobs_and_uniforms():
     for count, temperature in ((0, 1.0), (4, -1.0)):
         with pytest.raises(ValueError, match="max_new_tokens"):
             m3.sample(model, PROMPTS, 2, count, temperature, eos_ids=[EOS], pad_id=PAD)
+    with pytest.raises(ValueError, match="empty prompt"):
+        m3.sample(model, [*PROMPTS, []], 2, 4, eos_ids=[EOS], pad_id=PAD)
     uniforms = torch.rand(12, 10, generator=torch.Generator().manual_seed(0))
     tokens, mask, logp = m3.sample(model, PROMPTS, 4, 10, 0.7, eos_ids=[EOS, 2, 3], pad_id=PAD,
                                    uniforms=uniforms)
@@ -541,6 +543,51 @@ def test_eg_step_equals_a_plain_one_and_peeks_in_the_teachers_direction(gate):
     assert near < 1e-4 < 0.01 < far
 
 
+@pytest.mark.parametrize("method", ["opd", "hybrid", "gradnorm", "m3-soft"])
+@pytest.mark.parametrize("kind", ["rkl", "rkl-topk"])
+def test_a_teacher_that_rules_words_out_clips_its_tokens(method, kind):
+    """p_T = 0 where p_S > 0: D is infinite, its residual is no number, and the token's gradient is 0."""
+    model, teacher = tiny(), tiny(seed=1)
+    batch, (backbone, head) = step_batch(model), m3.split_head(teacher)
+
+    def narrow(hidden):
+        logits = head(hidden)
+        ruled_out = logits[..., :1] > logits[..., 1:2]  # at some tokens, not at all
+        return torch.cat([logits[..., :2], logits[..., 2:].masked_fill(ruled_out, -math.inf)], -1)
+
+    got = m3.m3_step(m3.split_head(model), (backbone, narrow), batch, method, list(model.parameters()),
+                     m3.Settings(divergence=kind))
+    assert 0 < got.seen["clipped"].float().mean() < 1
+    assert all(g.isfinite().all() for g in got.update) and any(g.any() for g in got.update)
+    z_S, z_T = torch.zeros(2, 3), torch.tensor([[0.0, 0.0, -math.inf], [0.0, 1.0, 2.0]])
+    alone = m3.distill_residual(z_S, z_T, kind, tau=5.0)
+    assert not alone[0].any() and alone[1].any() and alone.isfinite().all()
+
+
+def test_micro_batches_without_a_token():
+    model, teacher = tiny(), tiny(seed=1)
+    batch = step_batch(model)
+    mask = batch.mask.clone()
+    mask[[1, 5]] = False
+    batch = batch._replace(mask=mask, weights=m3.token_weights(mask, len(mask)))
+    one, whole = (m3.m3_step(m3.split_head(model), m3.split_head(teacher), batch, "m3-select",
+                             list(model.parameters()), micro_batch=size) for size in (1, 0))
+    for a, b in zip(one.update, whole.update):
+        torch.testing.assert_close(a, b)
+    nothing = batch._replace(mask=mask & False, weights=0 * batch.weights)
+    empty = m3.m3_step(m3.split_head(model), m3.split_head(teacher), nothing, "m3-select",
+                       list(model.parameters()))
+    assert not any(g.any() for g in empty.update)
+
+
+@pytest.mark.parametrize("typo", [{"eg_gate": "Soft"}, {"zero_advantage": "skp"}, {"divergence": "kl"}])
+def test_a_misspelt_setting_is_no_default(typo):
+    model, teacher = tiny(), tiny(seed=1)
+    with pytest.raises(KeyError, match=next(iter(typo.values()))):
+        m3.m3_step(m3.split_head(model), m3.split_head(teacher), step_batch(model), "m3-eg",
+                   list(model.parameters()), m3.Settings(**typo))
+
+
 def test_rkl_topk_residual_holds_its_weights_fixed():
     """Exactly 0 where both models agree."""
     z_S, z_T = logits64(7, 40, seed=1).requires_grad_(), logits64(7, 40, seed=2)
@@ -550,6 +597,8 @@ def test_rkl_topk_residual_holds_its_weights_fixed():
 
 
 def test_kappa_knows_only_steps_with_a_reward_signal(world, monkeypatch):
+    broken = m3.geometry([torch.tensor([1.0, math.nan])], [torch.ones(2)])
+    assert math.isnan(broken["kappa"]) and math.isnan(broken["phi"])
     nothing = dict(norm_R=0.0, norm_D=2 ** 0.5, kappa=None, phi=None)
     assert m3.geometry([torch.zeros(2)], [torch.ones(2)]) == nothing
     replies = iter([0, 1] * 8 + [1] * 16 + [0, 1] * 8)  # the second of three steps has no reward signal
@@ -3014,6 +3063,9 @@ def test_hutchinson():
     model, data = small(), rows_of()
     want = ntk.kdr(model, *data, "exact")
     close(ntk.kdr(model, *data, "hutchinson", signs=hadamard(8)[:, None, :5].expand(-1, 4, -1)), want, 1e-6)
+    row = hadamard(8)[:4, :5]  # [B,N], where the number of probes is that of the rows: one probe, not four
+    one, other = (ntk.kdr(model, *data, "hutchinson", signs=signs) for signs in (row, row[None]))
+    close(one, other)
     seeded = []
     for _ in range(2):
         generator = torch.Generator().manual_seed(0)
@@ -3111,7 +3163,7 @@ def test_local_by_hand():
     a = torch.tensor([[[1.0, 2], [0, 3]]])
     b_D, b_R = torch.tensor([[[1.0, -1], [0, 1]]]), torch.tensor([[[2.0, 1], [1, -2]]])
     layer, terms = nn.Linear(2, 2), torch.zeros(3, 1, 2)
-    layer.register_forward_hook(ntk._hook(["weight"], terms, {}))
+    layer.register_forward_hook(ntk._hook(["weight"], terms, set(), {}))
     out = layer(a.repeat_interleave(2, 0))
     out.backward(torch.cat([b_D, b_R]))
     assert terms.tolist() == [[[5.0, -18.0]], [[10.0, 9.0]], [[25.0, 45.0]]]
@@ -3137,6 +3189,22 @@ def test_local_by_hand():
     assert ntk.norm_share(Norm(), heads, *pair, ["weight"])[0].tolist() == [
         [9 * (2 * 0.25 - 1), 9 * -2 * 2.25]
     ]
+
+
+def test_local_gives_the_padding_row_of_an_embedding_nothing():
+    """torch gives that row no gradient, also where its id is read in a reply."""
+    for tied in (True, False):
+        model, data = small(tied=tied), rows_of()
+        model.get_input_embeddings().padding_idx = 4
+        ids = data[0].clone()
+        ids[:, 6::2] = 4
+        data = (ids, *data[1:])
+        model.set_attn_implementation("cut_plainly")
+        want = loop(model, *data)
+        model.set_attn_implementation("sdpa")
+        close(ntk.kdr(model, *data, "local"), want)
+        model.get_input_embeddings().padding_idx = None
+        assert (ntk.kdr(model, *data, "local")[0] - want[0]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -3213,6 +3281,11 @@ def test_errors_name_the_mend():
         with pytest.raises(ValueError, match="--kernel logit"):
             ntk.kdr(bad, *data, "local")
         assert ntk.kdr(bad, *data, "logit")[0].shape == (4, 5)
+    with pytest.raises(ValueError, match="trainable"):
+        ntk.kdr(small().requires_grad_(False), *data, "local")
+    for kernel in ("logit", "local"):
+        with pytest.raises(ValueError, match="chunk"):
+            ntk.kdr(model, *data, kernel, chunk=4)
     with pytest.raises(ValueError, match="magic"):
         ntk.kdr(model, *data, kernel="magic")
     flat, none = [x[:, 0] for x in data[2:]], [x[:, :0] for x in data[2:]]
@@ -3678,6 +3751,7 @@ def test_stall_by_hand():
     assert moved["cka_min"] == moved["cka"][2] < 0.999
     holes = ntk.stall(start, end, prompts, [None, 2.0, None, 0.5, 1.0, None])  # steps that were not finite
     assert holes["loss_reduction_max"] == 0.75 and holes["loss_reduction_final"] == 0.5
+    assert holes["gamma"] == pytest.approx(math.log(2) / 6)  # three steps from the first known to the last
     assert ntk.stall(start, end, prompts, [None, None])["loss_reduction_max"] is None
     # a top-k loss may fall below 0: reported raw
     assert moved["loss_reduction_max"] == 1.5 and moved["gamma"] is None
