@@ -67,7 +67,7 @@ def prompt_text(tokenizer, row, shots=(), reference="", date=None):
     if tokenizer.chat_template:
         messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
         day = datetime.date.fromisoformat(date) if date else datetime.date.today()
-        template = re.sub(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""",
+        template = re.sub(r"""strftime_now\(\s*(?:format=)?(["'])(.*?)\1\s*\)""",
                           lambda call: f'"{day.strftime(call[2])}"', tokenizer.get_chat_template())
         return tokenizer.apply_chat_template(  # enable_thinking: for Qwen3 and its like, others ignore it
             messages, chat_template=template, tokenize=False, add_generation_prompt=True,

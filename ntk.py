@@ -478,6 +478,11 @@ def compare_kernels(step, model, few, **options):
 
     unit, spent, found, rows = min(timed(step, few, "hybrid")[0] for _ in range(3)), {}, {}, []
     for name in ("logit", "local", "hutchinson, P=1", "hutchinson, P=4", "hutchinson, P=16", "exact"):
+        try:
+            try_kernel(model, name.split(",")[0])
+        except ValueError as error:
+            print(f"{name} is left out: {error}")
+            continue
         found[name] = step(few, "hybrid", kdr=functools.partial(watched, name), look=True).seen
     exact = found["exact"]
     live = exact["K"] != 0
@@ -537,6 +542,10 @@ def main(argv=None):
     if other:
         train.fail(f"{other[0]} is train.py's: leave it out")
     flags = train.parse_flags(["--out", "runs/ntk", "--dtype", "float32", *rest])
+    if flags.compare or flags.gradient_checkpointing:
+        train.fail("--gradient-checkpointing, --preset of a table: train.py's, leave them out")
+    if train.WORLD > 1:
+        train.fail("ntk.py is one process: leave out torchrun")
     out, group = train.make_folder(flags.out), flags.group_size
     device = train.find_device(flags)
     world = train.load(flags, device)
@@ -544,6 +553,8 @@ def main(argv=None):
         student, *_ = train.load_model(own.checkpoint, world.base.dtype, device, "--checkpoint")
         world = world._replace(base=student, other=world.other or world.base)
     run = train.set_up(flags, world, device)
+    with train.or_fail("ntk.py compares all kernels with exact: take another --model", ValueError):
+        try_kernel(run.model, "exact")
     generator = torch.Generator().manual_seed(flags.seed)
     rollouts = train.roll_out(run, world, flags, world.problems[:flags.prompts_per_step], generator)
     batch = train.to_batch(rollouts, train.grade(rollouts, device), world, flags)
@@ -574,4 +585,6 @@ def main(argv=None):
     print(f"\n3. {out}/heatmap.html: a correct and a wrong response by the exact kernel's cos phi_n")
 
 if __name__ == "__main__":
-    main()
+    from train import no_traceback
+    with no_traceback():
+        main()

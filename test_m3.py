@@ -858,6 +858,12 @@ def test_swa_is_the_mean_of_the_last_two_checkpoints(world, rewarded, monkeypatc
     assert (out / "checkpoint-best").exists() and (out / "checkpoint-50").exists()
 
 
+def test_swa_of_one_checkpoint_is_none(world, rewarded, capsys):
+    run(world, "--out", "swa-one", "--swa", "--steps", "1")
+    assert "accuracy_swa" not in json.loads((world / "swa-one/summary.json").read_text())
+    assert "--swa: only one checkpoint" in capsys.readouterr().out
+
+
 def test_probe_ends_with_the_papers_rule(world, rewarded, capsys):
     run(world, "--probe", "--out", "probe")
     printed = capsys.readouterr().out
@@ -962,11 +968,13 @@ def test_standing_of_a_run(world, rewarded, monkeypatch):
     assert [json.loads(line)["step"] for line in before.splitlines()] == [0, 1, 2, 3]
 
 
-def test_a_collapsed_run_is_seen_and_may_stop(world, monkeypatch):
+def test_a_collapsed_run_is_seen_and_may_stop(world, monkeypatch, capsys):
     monkeypatch.setattr(m3, "verify", lambda text, gold, kind: 0)
     lines = run(world, "--out", "fall", "--steps", "14", "--stop-on-collapse", "--method", "grpo")
     assert [line["step"] for line in lines if line["collapsed"]] == [10] and lines[-1]["step"] == 10
     assert json.loads((world / "fall" / "summary.json").read_text())["collapsed_at"] == 10
+    assert len(run(world, "--resume", "fall", "--steps", "14")) == 11
+    assert "with --no-stop-on-collapse and a larger --steps" in capsys.readouterr().out
 
 
 def test_checkpoint_loads_as_an_ordinary_model(world, rewarded):
@@ -1116,6 +1124,21 @@ def test_a_picture_has_six_lines_a_panel_at_most(tmp_path):
         train.plot([tmp_path / str(number) for number in range(count)], tmp_path / "p.png")
         heights.append(imread(tmp_path / "p.png").shape[0])
     assert heights[0] == heights[1] == heights[2] // 2  # eight lines: two blocks of panels
+
+
+def test_a_picture_names_the_flags_that_differ(world, rewarded, monkeypatch):
+    from matplotlib.figure import Figure
+    drawn = []
+    for seed, lr in (0, "1e-4"), (1, "1e-4"), (0, "0.01"):
+        run(world, "--out", f"lr/{lr}-{seed}", "--lr", lr, "--seed", str(seed), "--threads", str(1 + seed))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, dpi: drawn.append((figure.axes, file)))
+    run(world, "--plot", "lr/1e-4-0", "lr/1e-4-1", "lr/0.01-0", read=False)
+    (axes, file), = drawn
+    assert [line.get_label() for line in axes[0].lines] == ["--lr 0.0001", "--lr 0.01"]
+    assert str(file) == os.path.join("lr", "curves.png")  # beside the runs: each keeps its own
+    run(world, "--plot", "lr/0.01-0", read=False)
+    assert str(drawn[1][1]) == os.path.join("lr", "0.01-0", "curves.png")
+    assert [line.get_label() for line in drawn[1][0][0].lines] == ["m3-soft"]
 
 
 def test_a_picture_has_panels_for_what_was_measured_alone(tmp_path, monkeypatch):
@@ -2185,9 +2208,52 @@ def test_data_errors(tmp_path):
     (tmp_path / "list.json").write_text('["a", "b"]')
     assert "0 train rows" in line(tmp_path / "list.json")
     (tmp_path / "nothing").mkdir()
-    assert "no file in it has train or test in its name" in line(tmp_path / "nothing")
+    assert "no file in it has train in its name" in line(tmp_path / "nothing")
+    (tmp_path / "test-and-more").mkdir()  # the test rows are not for training
+    for name in ("test.jsonl", "more.jsonl"):
+        write(tmp_path / "test-and-more" / name, [{"prompt": name, "answer": "7"}])
+    assert "no file in it has train in its name" in line(tmp_path / "test-and-more")
+    lines = [f"How many are {i},{i}" for i in range(20)]
+    for place, bad in (5, '"How many,5'), (5, 'How many,"5'), (5, '"How" many,5'):
+        (tmp_path / "q.csv").write_text("\n".join(["question,answer", *lines[:place], bad, *lines[place:]]))
+        assert "a quote that does not end" in line(tmp_path / "q.csv")
+    two = [*lines[:5], '"How many,5', *lines[5:9], '"How much,5', *lines[9:]]
+    (tmp_path / "q.csv").write_text("\n".join(["question,answer", *two]))
+    assert "a quote that does not end" in line(tmp_path / "q.csv")
+    (tmp_path / "q.csv").write_text("\n".join(["question,answer,answer", "How many,4,5"]))
+    assert "stands twice" in line(tmp_path / "q.csv")
+    (tmp_path / "latin.jsonl").write_bytes('{"question": "Ännchen", "answer": "1"}'.encode("latin-1"))
+    assert "UTF-8" in line(tmp_path / "latin.jsonl")
     assert "0 test rows" in line(write(tmp_path / "y.jsonl", [{"prompt": "p", "answer": "7"}]), "test")
     assert "0 usable train rows" in line(write(tmp_path / "y.jsonl", [{"prompt": "p", "answer": ""}]))
+
+
+@pytest.mark.parametrize("names", [
+    ("Train.jsonl", "Test.JSONL"), ("train1.jsonl", "train2.jsonl", "test.jsonl"),
+    ("training.jsonl", "testing.jsonl"), ("my_train.jsonl", "._train.jsonl", "test-1.jsonl", "info.json"),
+    ("train.jsonl", "Eval.jsonl", "test.jsonl")])
+def test_a_folders_test_rows_are_never_trained_on(tmp_path, capsys, names):
+    for name in names:
+        part = next(word for word in ("train", "test", "eval", "info") if word in name.lower())
+        rows = [{"question": f"{part} {name} {i}", "answer": str(i)} for i in range(20)]
+        if name[0] == ".":
+            (tmp_path / name).write_bytes(b"\x00\x05\xff\xfe")  # what macOS leaves on a stick
+        else:
+            write(tmp_path / name, rows)
+    splits = train.load_rows(str(tmp_path), NONE, 0)
+    for split, word in ("train", "train"), ("test", "test"):
+        assert {row["question"].split()[0] for row in splits[split]} == {word}
+    files = [name for name in names if "train" in name.lower() and name[0] != "."]
+    assert {row["question"].split()[1] for row in splits["train"]} == set(files)
+    said = capsys.readouterr().out
+    assert ("its info.json not read" in said) == ("info.json" in names)
+
+
+def test_questions_that_look_alike_share_a_split():
+    first, *others = (train.question_key({"question": text}) for text in (
+        "Où est Zoë ?", "Ou\u0300 est Zoe\u0308?", "Où\u200b est  Zoë ?\ufeff", "OÙ EST ZOË?"))
+    assert others == [first] * 3
+    assert train.question_key({"question": "3 - 4?"}) != train.question_key({"question": "3 + 4?"})
 
 
 # --- prompts ------------------------------------------------------------------------------------------------
@@ -2275,6 +2341,8 @@ def test_the_date_in_a_prompt_is_given():
     assert m3.prompt_text(tok, ROW, [ROW], "3 + 4", "2024-12-31").startswith("31 Dec 2024 Ann has 3")
     before, text = datetime.date.today(), m3.prompt_text(tok, ROW)
     assert text[:11] in [f"{day:%d %b %Y}" for day in (before, datetime.date.today())]
+    keyword = tokenizer(DATED.replace("('", "(format='"), words="31 Dec 2024")
+    assert m3.prompt_text(keyword, ROW, date="2024-12-31").startswith("31 Dec 2024 Ann has 3")
     row = train.encode_rows([ROW], tok, 10 ** 6, 16, [], "solution", "2024-12-31")[0]
     assert [tok.decode(row[name])[:11] for name in ("prompt_ids", "teacher_ids")] == ["31 Dec 2024"] * 2
 
@@ -2607,9 +2675,10 @@ def test_end_ids_are_the_tokenizers(tmp_path):
         model.save_pretrained(tmp_path)
         with pytest.raises(Failed, match=r"no end token in tokenizer or settings, only \[50256\]"):
             train.load_model(str(tmp_path), torch.float32, "cpu")
-    model.generation_config.eos_token_id = [50256, 1, 5, -1]
-    model.save_pretrained(tmp_path)
-    assert train.load_model(str(tmp_path), torch.float32, "cpu")[2] == {1, 5}
+    for named, ends in ([50256, 1, 5, -1], {1, 5}), (0, {0}), ([0, 5], {0, 5}):  # 0 is an id, not "none"
+        model.generation_config.eos_token_id = named
+        model.save_pretrained(tmp_path)
+        assert train.load_model(str(tmp_path), torch.float32, "cpu")[2] == ends
 
 
 @pytest.mark.parametrize(
@@ -3908,6 +3977,29 @@ def test_ntk_main_mistakes(world, monkeypatch, capsys, argv, word):
     assert end.value.code == 2 and word in error and "\n" not in error
 
 
+def test_ntk_main_leaves_out_a_kernel_that_cannot_run(world, rewarded, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    monkeypatch.setattr(ntk, "try_kernel", lambda model, kernel, really=ntk.try_kernel: really(
+        model, "magic" if kernel in ("local", "hutchinson") else kernel))
+    ntk.main([*NTK_FAST, "--kernel", "logit", "--out", "left-out"])
+    said = capsys.readouterr().out
+    assert "local is left out" in said and "hutchinson, P=4 is left out" in said
+    table = said.split("1. Token level")[1].split("2. Token level")[0]
+    assert "logit" in table and "exact" in table and "local" not in table and "hutchinson" not in table
+
+
+@pytest.mark.parametrize("argv", [["--gradient-checkpointing"], ["--preset", "table-calm"]])
+def test_ntk_main_refuses_what_it_would_ignore(world, monkeypatch, capsys, argv):
+    monkeypatch.chdir(world)
+    with pytest.raises(SystemExit):
+        ntk.main(argv)
+    one_line(capsys, argv[0], "leave")
+    monkeypatch.setattr(train, "WORLD", 2)
+    with pytest.raises(SystemExit):
+        ntk.main([])
+    one_line(capsys, "torchrun")
+
+
 def test_ntk_main_without_any_reward(world, monkeypatch, capsys):
     monkeypatch.chdir(world)
     with pytest.raises(SystemExit) as end:
@@ -4331,7 +4423,8 @@ def one_line(capsys, *words):
     ("--distill-scale 1e39", "--distill-scale"), ("--date yesterday", "2026-12-31"),
     ("--date 2026-02-30", "--date"), ("--few-shot 3", "--few-shot 3"), ("--plot foreign", "foreign"),
     ("--probe --compare grpo", "--probe"),
-    ("--method m3-eg --dtype bfloat16", "--lora-rank")])
+    ("--method m3-eg --dtype bfloat16", "--lora-rank"),
+    ("--method sdpo --dtype bfloat16", "--dtype float32")])
 def test_mistakes_of_machine_and_number(world, capsys, monkeypatch, argv, word):  # He11, Hd08 ...
     (world / "file").write_text("a file, not a folder")
     real_world(world, "llama", "model-llama")
@@ -4506,7 +4599,17 @@ def test_a_resume_with_flags_that_do_not_fit(world, saved, capsys):
     repaired(world, 3)
 
 
-def test_a_resume_keeps_its_flags(world, saved, capsys):
+def test_a_resume_wants_the_rows_it_began_with(world, saved, capsys, monkeypatch):
+    before = (saved / "metrics.jsonl").read_text()
+    monkeypatch.setattr(train, "toy_problems", lambda flags, made=train.toy_problems: {
+        split: rows[1:] + rows[:1] for split, rows in made(flags).items()})
+    monkeypatch.setitem(train.TASKS, "toy", train.TASKS["toy"]._replace(problems=train.toy_problems))
+    run(world, "--resume", "hurt", "--steps", "5", code=2)
+    one_line(capsys, "--resume hurt", "other rows")
+    assert (saved / "metrics.jsonl").read_text() == before
+
+
+def test_a_resume_keeps_its_flags(world, saved, capsys, monkeypatch):
     """config.json is what the run is: the next bare --resume needs no flags."""
     run(world, "--resume", "hurt", "--steps", "5", "--lr", "1e-3", "--micro-batch", "2", "--eval-every", "4")
     kept = json.loads((saved / "config.json").read_text())
@@ -4515,6 +4618,7 @@ def test_a_resume_keeps_its_flags(world, saved, capsys):
     (saved / "last").unlink()
     (saved / "last").symlink_to("checkpoint-4")  # as if killed after step 4
     here = os.getcwd()
+    monkeypatch.setattr(train, "toy_rows", few_rows)
     try:
         os.chdir(world)
         train.main(["--resume", "hurt"])

@@ -16,7 +16,7 @@ whose mathematics is in m3.py and whose statistics are in ntk.py. Departures fro
 
 import argparse, ast, base64, contextlib, copy, csv, datetime, decimal, functools, hashlib, html, inspect, io
 import itertools, json, math, os, pathlib, random, re, shutil, signal, subprocess, sys, tempfile, textwrap
-import threading, time, zlib
+import threading, time, unicodedata, zlib
 from typing import Callable, NamedTuple, Sequence
 
 import torch, transformers
@@ -228,6 +228,8 @@ def check_flags(flags):
         flags.dtype = "bfloat16" if "cuda" in flags.device and not own else "float32"
     if flags.method == "m3-eg" and flags.dtype == "bfloat16" and not flags.lora_rank:
         fail("--method m3-eg: its inner step is lost in bfloat16; take --dtype float32 or --lora-rank")
+    if flags.method == "sdpo" and flags.dtype == "bfloat16":
+        fail("--method sdpo: its teacher's small steps are lost in bfloat16; take --dtype float32")
     return flags
 
 def check_resume(given, saved, flags):
@@ -474,14 +476,22 @@ def read_file(path):
     text = path.read_text("utf-8-sig")
     if path.suffix.lower() == ".csv":
         csv.field_size_limit(2**31 - 1)  # else one long cell refuses the whole file
-        return list(csv.DictReader(io.StringIO(text)))
+        reader = csv.DictReader(io.StringIO(text), strict=True)  # else an open quote swallows rows in silence
+        try:
+            rows = list(reader)
+        except csv.Error as error:
+            raise ValueError(f"a quote that does not end up to line {reader.line_num}: {error}") from error
+        names = reader.fieldnames or []
+        if len(set(names)) < len(names):
+            raise ValueError(f"a column stands twice in {names}")
+        return rows
     if text.lstrip()[:1] != "[":  # told by content: many a .jsonl is one big array
         text = "[" + ",\n".join(line for line in text.split("\n") if line.strip()) + "]"
     return json.loads(text)
 
 def read_parts(dataset):
     """{part: rows as they stand}, as many parts as the source has; if it has only one, that is "train"."""
-    path, parts = pathlib.Path(dataset).expanduser(), {}
+    path, parts, others = pathlib.Path(dataset).expanduser(), {}, []
     if dataset in HUB:
         import datasets
         parts = dict(datasets.load_dataset(*HUB[dataset]))
@@ -490,11 +500,17 @@ def read_parts(dataset):
     elif path.is_file():
         parts = {"train": read_file(path)}
     for file in sorted(path.iterdir()) if path.is_dir() else ():
-        word = re.search(r"(?:^|[-_.])(train|test|validation|valid|val|dev)[-_.]", file.name)
-        if word and file.suffix.lower() in (".json", ".jsonl", ".csv", ".parquet"):
+        name = file.name.lower()
+        word = re.search(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)(?:ing)?(?=[-_.\d])", name)
+        if word and name[0] != "." and file.suffix.lower() in (".json", ".jsonl", ".csv", ".parquet"):
             parts.setdefault(word[1] if word[1][0] == "t" else "validation", []).extend(read_file(file))
-    if not parts:
-        fail(f"--dataset {dataset}: no file in it has train or test in its name: give one file, or name them")
+        elif name[0] != "." and (file.is_dir() or re.search(r"\.(json|jsonl|csv|parquet)\b", name)):
+            others.append(file.name)
+    if "train" not in parts and (others or not parts):  # beside others, a lone test file is no train file
+        fail(f"--dataset {dataset}: no file in it has train in its name: give one file or an inner folder,"
+             " or name them")
+    if others:
+        print(f"{dataset}: its {', '.join(others)} not read: no part in the name, or packed")
     return {"train": parts.popitem()[1]} if len(parts) == 1 else parts
 
 def cell_text(value):
@@ -567,7 +583,9 @@ def gold_parses(gold, kind):
 def read_rows(dataset, fields):
     """{part: rows}, all with a question and with an answer that parses; the others are named."""
     parts, odd, total = {}, [], 0
-    advice = "; a local file needs no connection: --dataset FILE" if dataset in HUB else ""
+    advice = " as .json, .jsonl or .csv in UTF-8, or as .parquet"
+    if dataset in HUB:
+        advice = "; a local file needs no connection: --dataset FILE"
     with or_fail(f"--dataset {dataset}: cannot be read{advice}"):
         for part, source in read_parts(dataset).items():
             parts[part] = []
@@ -595,8 +613,10 @@ def read_rows(dataset, fields):
     return {part: [row for row in rows if row["kind"]] for part, rows in parts.items()}
 
 def question_key(row):
-    """Equal for questions that differ in case and spacing alone."""
-    return " ".join(row["question"].casefold().split())
+    """Equal for questions that differ in case, spacing and invisible signs alone."""
+    text = unicodedata.normalize("NFC", row["question"]).casefold()
+    seen = "".join(sign for sign in text if unicodedata.category(sign) != "Cf")
+    return re.sub(r" ?([^\w ]) ?", r"\1", " ".join(seen.split()))
 
 def load_rows(dataset, fields, seed, wanted=("train", "validation", "test")):
     """{split: [{question, solution, answer, kind}]}. What the source lacks is held out of its train rows by a
@@ -689,7 +709,8 @@ def load_model(path, dtype, device, flag="--model"):
     if broken:
         fail(f"{flag} {path}: NaN or infinity in {len(broken)} weights, as {broken[0]}: take a sound copy")
     # An end id may be a default of transformers and belong to another tokenizer, as GPT-2's 50256 does.
-    named = torch.tensor(model.generation_config.eos_token_id or []).view(-1).tolist()
+    named = model.generation_config.eos_token_id  # an id, several or None
+    named = named if isinstance(named, list) else [named]
     ends = {end for end in [tokenizer.eos_token_id, *named] if end is not None}
     width = model.get_input_embeddings().num_embeddings
     eos_ids = ends.intersection(tokenizer.get_vocab().values(), range(width))
@@ -948,9 +969,10 @@ def write_folder(folder, fill):
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
 
-def save_checkpoint(out, step, run, tokenizer, s_bar, saved):
+def save_checkpoint(out, step, run, world, s_bar, saved):
     """checkpoint-N: a folder that from_pretrained loads, plus trainer.pt; then `last` is pointed at it."""
     state = {"optimizer": run.optimizer.state_dict(), "step": step, "s_bar": s_bar, "saved": saved,
+             "rows": world.rows_hash(),
              "masters": [master.data for master, p in zip(run.masters, run.params) if master is not p],
              "adapter": m3.lora_state(run.model)}
     if run.moving:  # everyone else's teacher is the initial policy
@@ -958,7 +980,7 @@ def save_checkpoint(out, step, run, tokenizer, s_bar, saved):
 
     def fill(folder):
         run.model.save_pretrained(folder, state_dict=m3.merged_state(run.model))  # plain, adapters added up
-        tokenizer.save_pretrained(folder)
+        world.tokenizer.save_pretrained(folder)
         torch.save(state, folder / "trainer.pt")
 
     folder, link = out / f"checkpoint-{step}", temporary(out / "last")
@@ -1000,6 +1022,10 @@ class World(NamedTuple):
     problems: list
     held_out: list
 
+    def rows_hash(self):  # of what a run learns and is measured on
+        rows = [(row["question"], row["answer"]) for row in self.problems + self.held_out]
+        return hashlib.sha256(repr(rows).encode("utf-8", "replace")).hexdigest()
+
 class Run(NamedTuple):
     """What a run trains, and with what."""
     model: torch.nn.Module  # the student
@@ -1039,6 +1065,9 @@ def load(flags, device):
         if turn == (RANK > 0):
             base, other, tokenizer, eos_ids = load_models(flags, device)
         gather(turn)
+    unshown = sum(not row["solution"] for row in rows["train"])
+    if unshown and not other and flags.hint == "solution":
+        print(f"{unshown} of {len(rows['train'])} train rows lack a solution: their teacher reads the answer")
     context = min(context_length(model.config) for model in (base, other) if model)
     shots, hint = rows["train"][:flags.few_shot], "none" if other else flags.hint
     with or_fail(f"--model {flags.model}: its tokenizer or chat template cannot write a prompt"):
@@ -1115,7 +1144,7 @@ def rewrite(out, flags, log, samples):
         text = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines]
         replace_text(out / f"{name}.jsonl", "".join(text))
 
-def resume(run, out, flags):
+def resume(run, world, out, flags):
     """Put back what the newest checkpoint holds and cut the log behind it. Returns what `start` does."""
     newest = newest_checkpoint(out)
     print(f"goes on from {newest}", flush=True)
@@ -1136,8 +1165,12 @@ def resume(run, out, flags):
         log, samples = ([line for line in read_log(out / f"{name}.jsonl") if line["step"] <= saved["step"]]
                         for name in ("metrics", "samples"))
         assert [line["step"] for line in log] == list(range(saved["step"] + 1)), "metrics.jsonl lacks steps"
+    if saved.get("rows", world.rows_hash()) != world.rows_hash():
+        fail(f"--resume {out}: --dataset {flags.dataset} has other rows than when the run began: put them"
+             " back, or start anew with another --out")
     if not steps_left(flags, log):  # asked before anything is written
-        print(f"the run in {out} is finished, {len(log) - 1} steps; with a larger --steps it goes on")
+        how = "--no-stop-on-collapse and " if flags.stop_on_collapse and log[-1]["collapsed"] else ""
+        print(f"the run in {out} is finished, {len(log) - 1} steps; with {how}a larger --steps it goes on")
     for rest in out.glob(f".*{TEMPORARY}") if RANK == 0 else ():  # a killed process left it
         shutil.rmtree(rest, ignore_errors=True)
         rest.unlink(missing_ok=True)
@@ -1307,7 +1340,7 @@ def train(flags):
     introduce(run, out, flags, device)
     interrupted = []  # from here on a signal ends the run after the step in hand, saved
     on_stop(lambda number, frame: interrupted.append(number))
-    log, s_bar, saved = resume(run, out, flags) if flags.resume else start(run, world, out, flags)
+    log, s_bar, saved = (resume if flags.resume else start)(run, world, out, flags)
     settings = settings_of(flags)
     memory = {"micro_batch": flags.micro_batch, "chunk": flags.vocab_chunk,
               "checkpointing": flags.gradient_checkpointing}
@@ -1375,11 +1408,12 @@ def train(flags):
         if due(flags.save_every, step) or done or stop:
             saved.append(step)
             if RANK == 0:
-                save_checkpoint(out, step, run, world.tokenizer, s_bar, saved)
+                save_checkpoint(out, step, run, world, s_bar, saved)
             gather(None)  # nobody leaves before it is written
         if stop:
             bar.close()
-            fail(f"stopped by signal {stop} after step {step}; saved. Go on with --resume {out}", 128 + stop)
+            again = f"--resume {out}{' --probe' * flags.probe}"
+            fail(f"stopped by signal {stop} after step {step}; saved. Go on with {again}", 128 + stop)
         if done:
             break
     bar.close()
@@ -1421,6 +1455,9 @@ def measure_end(run, world, out, flags, log, saved):
     if flags.swa:  # of merged weights: with LoRA, the mean of A times the mean of B would be another model
         folders = [out / f"checkpoint-{step}" for step in saved]  # this run's: none abandoned by going back
         whole = [folder for folder in folders if complete(folder)]
+        if len(whole) < 2:
+            print("--swa: only one checkpoint, nothing to average: lower --save-every")
+            return extra
         both = [load_checkpoint(folder) for folder in whole[-2:]]
         for same in zip(*(model.parameters() for model in both)):
             same[0].data = torch.stack(same).detach().mean(0)
@@ -1509,22 +1546,27 @@ def curve(runs, key, window, middle):
     return dict(sorted(points.items()))
 
 def read_runs(folders):
-    """{(method, teacher): the logs of its seeds}, and whether the runs differ in their teacher."""
-    logs = {}
+    """{name of a setting: the logs of its seeds}, and the flags in which the settings differ."""
+    configs, logs, named = [], [], {}
     for folder in map(pathlib.Path, folders):
         with or_fail(f"--plot: cannot read the config.json and metrics.jsonl of {folder}"):
-            config = read_json(folder / "config.json")
-            name = config["method"], config["teacher"]
-            log = read_log(folder / "metrics.jsonl")
-            assert all(type(line["step"]) is int for line in log), "steps are no numbers"
-            logs.setdefault(name, []).append(log)
-    return logs, len({teacher for _, teacher in logs}) > 1
+            configs.append(read_json(folder / "config.json"))
+            logs.append(read_log(folder / "metrics.jsonl"))
+            assert all(type(line["step"]) is int for line in logs[-1]), "steps are no numbers"
+    apart = [key for key in configs[0] if key not in (*NEUTRAL, "seed")
+             and any(config.get(key) != configs[0][key] for config in configs)] or ["method"]
+    for config, log in zip(configs, logs):
+        words = [("" if key in ("method", "teacher") else f"{dashed(key)} ") + str(config.get(key))
+                 for key in apart]
+        named.setdefault(", ".join(words), []).append(log)
+    return named, apart
 
 def plot(folders, file):
-    """Panels from logs alone, of what was measured, a line per method or teacher: mean and range over seeds.
-    Of more than six lines, each half or third gets panels of its own."""
+    """Panels from logs alone, of what was measured, a line per method, teacher or other flag: mean and range
+    over seeds. Of more than six lines, each half or third gets panels of its own."""
     from matplotlib.figure import Figure
-    logs, teachers = read_runs(folders)
+    logs, apart = read_runs(folders)
+    teachers = "teacher" in apart
     measured = {key for runs in logs.values() for log in runs for line in log
                 for key, value in line.items() if value is not None}
     panels = [panel for panel in (TEACHER_PANELS if teachers else PANELS) if panel[0] in measured]
@@ -1543,7 +1585,7 @@ def plot(folders, file):
             else:
                 low, high = [min(some) for some in values], [max(some) for some in values]
                 axis.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
-            axis.plot(x, [mean(some) for some in values], label=name[teachers], **look)
+            axis.plot(x, [mean(some) for some in values], label=name, **look)
             axis.set_title(title, fontsize=14)
             axis.set_xlabel("L / L at step 1" if "against" in title else "step", fontsize=12)
             axis.set_yscale(scale)
@@ -1702,9 +1744,27 @@ def one_run(flags):
     if WORLD > 1:
         torch.distributed.destroy_process_group()
 
+@contextlib.contextmanager
+def no_traceback():
+    """What ends the program from outside, ends it in one line and with all that was begun tidied up."""
+    def stop(number, frame):
+        raise KeyboardInterrupt
+
+    with contextlib.redirect_stdout(Printer(sys.stdout)), contextlib.redirect_stderr(Printer(sys.stderr)):
+        on_stop(stop)
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            fail("out of memory: lower --micro-batch, --vocab-chunk or --max-new-tokens,"
+                 " or add --gradient-checkpointing", code=1)
+        except ModuleNotFoundError as error:
+            fail(f"a package is missing: pip install {error.name.split('.')[0]}")
+        except KeyboardInterrupt:  # from the first step on, Ctrl-C is train()'s: it saves
+            fail("stopped before the first step: nothing to save", code=130)
+
 def main(argv=None):
     end_with_parent()
-    with contextlib.redirect_stdout(Printer(sys.stdout)), contextlib.redirect_stderr(Printer(sys.stderr)):
+    with no_traceback():
         flags = parse_flags(argv)
         try:
             if flags.plot is not None:
@@ -1713,20 +1773,14 @@ def main(argv=None):
                 folders = flags.plot or newest
                 if not folders:
                     fail("--plot: there is no run in runs/ yet: name a FOLDER")
-                plot(folders, pathlib.Path(folders[0]) / "curves.png")
+                among = os.path.commonpath([os.path.abspath(folder) for folder in folders])
+                plot(folders, pathlib.Path(os.path.relpath(among)) / "curves.png")  # a run keeps its own
             elif flags.compare:
                 compare(flags)
             else:
                 one_run(flags)
-        except torch.OutOfMemoryError:
-            fail("out of memory: lower --micro-batch, --vocab-chunk or --max-new-tokens,"
-                 " or add --gradient-checkpointing", code=1)
-        except ModuleNotFoundError as error:
-            fail(f"a package is missing: pip install {error.name.split('.')[0]}")
         except OSError as error:
             fail(f"the disk failed ({error}); once that is mended, {how_to_go_on(flags.out)}", code=1)
-        except KeyboardInterrupt:  # from the first step on, Ctrl-C is train()'s: it saves
-            fail("stopped before the first step: nothing to save", code=130)
 
 if __name__ == "__main__":
     main()
