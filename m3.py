@@ -236,30 +236,53 @@ NUMBER = re.compile(
     rf"(?P<sign>(?<![\w)\]}}])[-+])?(?:(?P<whole>\d{{1,9}}) (?=\d{{1,9}}/\d))?(?P<top>(?<![a-z]\^){DIGITS})"
     rf"(?: ?/ ?(?P<bottom>-?{DIGITS})|\^\{{?(?P<power>[-+]?\d\d?(?!\d))\}}?)?"
     r"(?: ?\\cdot ?10\^\{?(?P<tens>[-+]?\d{1,3}(?!\d))\}?)?")
-SIZES = {"hundred": 2, "thousand": 3, "grand": 3, "lakh": 5, "million": 6, "billion": 9, "trillion": 12}
+SIZES = {"hundred": 2, "thousand": 3, "grand": 3, "lakh": 5, "million": 6, "crore": 7, "billion": 9,
+         "trillion": 12}
 # Behind one of these a number is a piece, a bound or denied. As in 10-12, > 18, half of 40, not 40, Step 2
 BEFORE = (r"(?i)(?:\d[ .,]?|[*/^_+×÷±√|<>] ?|- |-\(|\d ?-|\d,? (?:and|or) |\\\w+ ?\{?|\b(?:not(?: \w+)?|minus"
           r"|negative|over|under|above|below|almost|nearly|step|part|than|(?:half|twice|double|third|quarter"
-          r"|square|root)(?: of)?(?: the)?|(?:thou|mil|bil)\w+(?: is|:)?) )$")
+          r"|square|root)(?: of)?(?: the)?|(?:thousand|million|billion)s?(?: is|:)?) )$")
 # In front of one of these too. As in 12-10, 5 or 7, 5 * (2 + 1), 5\pi, 3 hundredths, 3 hours 20, 2.4M
 AFTER = (r"[\s,]*(?:(?:and|to|by|x|times)\b|[-+*/^×÷:.])?\s*[-+]?\.?\d|[)\]}]*\s*\^|\s*[\\_+*÷±√<>₀-₉]"
          r"|\)?\(-?\d|\s*[-/] ?\(|\W{0,2}(?:or|squared|cubed)\b|[eE][-+]?\d|(?:[xy]|st|nd|rd|th)\b"
-         r"| ?(?:[kKMBT]|mil|bn|mn)\b| and (?:an?|one|two)\b|[\s-]*(?:hal(?:f|ves)|thirds|tenths)\b"
-         r"| (?:hour|minute|day|week|year|dollar|pound|feet|yard|out of)s? (?:and )?\d"
-         rf"|[\s(-]*(?:[a-z]+ )?(?i:{'|'.join(SIZES)})")
-# A line that opens an echoed or an invented question. As in Question 2: How many
-QUESTION = r"(?im)^[# \t]*(?:next |new )?(?:question|problem|q|human|user)[ #\d]*:"
+         r"| ?(?:[kKMBT]|mil|bn|mn)\b(?![-&'])| and (?:an?|one|two|three)\b|' ?\d|\s*(?:->|[&|≈→])"
+         r"|[\s-]*(?:hal(?:f|ves)|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred)ths?)\b"
+         r"| (?:plus|minus|divided|multiplied|less than|more than|over|vs|pi|sqrt|repeating)\b"
+         r"| (?:of|in|per|through) \d"
+         r"| ?(?:hour|hr|h|minute|min|m|day|week|year|dollar|pound|kg|feet|ft|yard|out of)s? (?:and )?\d"
+         rf"|[\s(-]*(?:[a-z]+ )?(?!grand[a-z])(?i:{'|'.join(SIZES)})")
+# A line that opens an echoed or an invented question. As in Question 2: How many; Example 2; user
+QUESTION = (r"(?im)^[# \t]*(?:(?:next|new|another|follow-up|bonus|similar|practice|extra) )?"
+            r"(?:(?:question|problem|exercise|q|human|user)[ #\d]*:|(?:question|user)[ \t]*$"
+            r"|(?:question|problem|exercise|example) ?#?\d+[:.]?[ \t]*$)")
+# What may stand before an echoed question. As in Sure! Let's solve it
+PREAMBLE = (r"(?is)\W*(?:sure|certainly|of course|ok|okay|alright|let's|let us|let me|here|to solve)\b"
+            r"(?!.*(?:\d|\b[B-E]\b|answer))")
 # A mark, not a heading: no word, no `2.` with a word, but in the last line. As in #### 28, #### Total: 28
 HASHES = (r"(?<!#)#{4,}(?:(?!#|\s*(?:[A-Za-z]{2}|[A-Za-z] [a-z]|\d\d? ?(?:[.)-]\s+[A-Za-z]|:)))|"
-          r"(?!\s*(?i:note|check|verif|step))[^\d\n#:=]{2,60}(?:[:=]|\bis)(?=\W{0,4}\d[^\n#]{0,60}\s*\Z))")
+          r"(?!\s*(?i:note|check|verif|step))[^\d\n#:=]{0,60}(?:[:=]|\b(?i:is|number|answer))"
+          r"(?=\W{0,4}\d[^\n#]{0,60}\s*\Z))")
 BOX = r"\\(?:boxed|fbox)\s*\{"  # what opens a box, as in \boxed {28}
 TAG = r"(?i)<answer>(?=[^<]*</answer>)"  # a tag that is closed, as in <answer>28</answer>
 # A statement; bare `A:` only before a number: in arc it labels an option. As in The answer should be 28
-STATED = (r"(?im)\b%s(?:,? (?:therefore|thus|then|hence),?)?(?:\s+(?:is|was|equals|(?:should|must|will) be)\b"
-          r":?|\s*[:=])(?!\s*(?:not|correct|right|reasonable|consistent|valid|in)\b)|^A:(?=\s*\W{0,3}\d)")
+STATED = (r"(?im)\b%s(?:,? (?:therefore|thus|then|hence),?| (?:to|for) [^.,:;!?\n]{1,50}?)?"
+          r"(?:\s+(?:is|was|equals|(?:should|must|will) be)\b:?|\s*[:=])"
+          r"(?!\s*(?:(?:not|correct|right|reasonable|consistent|valid|verified|in|rounded|given|expressed|written"
+          r"|found|obtained|based|calculated)\b|(?-i:an? [a-z])|the (?!letter|option|choice)))"
+          r"|^A:(?=\s*\W{0,3}\d)")
 # A statement in doubt, by its clause so far. As in I don't think the answer is 28; the wrong answer is 28
-DOUBT = (r"(?i)(?:n't|\b(?:not|never|doubt|wonder|whether|unclear|false|if|wrong|incorrect|first|previous"
-         r"|earlier|initial|worst|least|(?:some|many|others) (?:say|think|claim))) [^.,:;!?\n]*\Z")
+DOUBT = (r"(?i)(?:(?:n't|\b(?:not|never|cannot)) (?:\w+ )?(?:think|believe|sure|certain|true|say|clear|know"
+         r"|convinced|agree|that|choose|pick|be)\b|\b(?:doubt|wonder|whether|unclear|false|wrong|incorrect"
+         r"|worst|suppose|assum(?:e|ing)|let's say|may|might|could|tempting|at first(?: glance)?,?"
+         r"|if(?![^.,:;!?\n]* then )|(?:first|previous|earlier|initial|least)(?= (?:\w+ )?\Z)"
+         r"|(?:some|many|others) (?:say|think|claim))) [^.,:;!?\n]*\Z")
+# A statement that only speaks of an answer, by what stands in front. As in To check the answer: 18 / 2 = 9
+SPOKEN = (r"(?i)\b(?:check|verify|confirm|to (?:find|get|determine|calculate)|choose|select|pick|identify"
+          r"|each|every|following|next|test|evaluate|analy[sz]e|consider)(?: \w+){0,3} \Z")
+# A mark is taken back by one of these behind it. As in Wait, that is wrong; Correction
+WITHDRAWN = (r"(?im)(?:^|[.!?] )\W{0,4}(?:(?:wait|hold on|hmm+|sorry|actually|I apologi[sz]e)\b"
+             r"[^\n]{0,80}\b(?:wrong|mistake|error|incorrect|not (?:right|correct)|it is|should be|no)\b"
+             r"|correction\b|oops\b|I made an? (?:mistake|error)\b)")
 # The end of the clause that answers. As in 12 pears, which is 3 more
 CLAUSE_END = r"[;!?]|\.(?!\d)|,(?!\s*(?:-?\d|\(?(?:[A-E]|or|and|but so)\b))"
 # A closing sentence with one of these decides nothing. As in Perhaps it is 28
@@ -270,17 +293,26 @@ CHOSEN = (r"(?im)\b(?:I|we)(?:'d|'ll| would| will)? (?:choose|chose|pick|select|
           r"|\b(?:so|therefore|thus|hence|leaves|it(?: is|'s| must be))[,:]? (?:it(?: is|'s| must be) )?"
           r"(?=(?:option |choice )?\W{0,2}(?-i:[A-E])\W{0,2}?(?:[.!\n]|\Z))"
           r"|(?:^|[.!?:;,] |\b(?:so|that|means|thus|hence|therefore|but|only|I think),? )(?:option |answer )?"
-          r"(?=\(?(?-i:[A-E])\)? (?:is|must be) (?:the )?(?:correct|right|answer|best (?:choice|option))\b(?!"
-          r",? but (?:it|that|this)\b[^.\n]{0,99}\b(?:wrong|incorrect|false|not (?:correct|right|true))\b))")
+          r"(?=\(?(?-i:[A-E])\)? (?:is|must be) (?:the )?"
+          r"(?:correct|right|answer|best (?:choice|option|answer))\b"
+          r"(?! (?:in|only|about|for|if|when|that)\b)(?!,? but (?:it|that|this)\b[^.\n]{0,99}\b"
+          r"(?:wrong|incorrect|false|not (?:correct|right|true))\b))")
 # The chosen option, not `A or B`. As in the option (D); therefore D; d)
-CHOICE = (r"^(?i:(?:(?:therefore|thus|hence|clearly),?\s+)?(?:(?:the )?(?:option|choice|letter) )?)\W{0,5}"
-          r"(?:([A-E1-5])(?![\w'])|([a-e])(?=[).:]|\W{0,5}$))(?!\)?[\s,/&]*(?:or|and)\W+[A-E1-5]\b"
-          r"|[\s,/&]+[A-E1-5]\b|\)? (?:if|unless|is (?:not|wrong))\b|.*(?:\([A-E1-5]\)|\bso is\b))")
+CHOICE = (r"^(?i:(?:(?:therefore|thus|hence|clearly|(?:most )?likely),?\s+)?"
+          r"(?:(?:the )?(?:option|choice|letter) )?)\W{0,5}"
+          r"(?:([A-E1-5])(?![\w']|-\w|\.\d| ?=|(?<=[A1-5]) (?!(?:because|since|as|and|or|is|not|but|for|in"
+          r"|rather|instead|due|which|if|unless)\b)[a-z])"  # not A magnet, 5 meters
+          r"|([a-e])(?=[).:]|\W{0,5}$))(?!\)?[\s,/&-]*(?:or|and|to|through)\W+[A-E1-5]\b"
+          r"|[\s,/&-]+[A-E1-5]\b|\)? (?:if|unless|is (?:not|wrong|incorrect))\b"
+          r"|.*(?:\([A-E1-5]\)|\bso is\b))")
 # An option without a statement, as in which leaves (D); and what forbids to take it, as in not (D)
 LABEL = r"(?m)\(([A-E1-5])\)|^[^\w\n]{0,5}(?:Option |Choice )?([A-E1-5])(?:[).:]|[^\w\n]*$)"
-DENIED = r"(?i)n't|\b(?:not|nor|neither|never|cannot|except|but|wrong|incorrect|false|fails)\b"
+DENIED = (r"(?i)n't|(?:each|every|the|through) (?:of the )?(?:options?|choices?)[^.:\n]*[.:]\n"
+          r"|\b(?:consider|not|nor|neither|never|cannot|except|but|wrong|incorrect|false|fails)\b")
 # `x =` in front and a unit behind. As in f(x) = 5 cm^2
-EXTRAS = (r"^\\?[a-zA-Z]\w{0,20}(?:\(\w\))? ?= ?(?=[^=]+$)|(?<=[\d}]) (?:[a-zA-Z]{2,20}"
+EXTRAS = (r"^\\?[a-zA-Z]\w{0,20}(?:\(\w\)|(?: ?\+ ?[a-z])+)? ?= ?(?=[^=]+$)|(?<=[\d}]) "
+          r"(?!.*\b(?:pi|or|to|of|is|not|sure|plus|squared|cubed|factorial|root|sqrt|log|dozen|halves|thirds"
+          r"|quarters|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths)\b)(?:[a-zA-Z]{2,20}"
           r"(?: [a-zA-Z]{2,20}){0,2}|[mgsLJNVWC])(?:/[a-z]+)?(?:\^\d)?$")
 SIGNS = {"×": "cdot", "·": "cdot", "⋅": "cdot", "≤": "le", "≥": "ge", "≠": "ne", "π": "pi", "∞": "infty",
          "∪": "cup", "∩": "cap", "∈": "in", "±": "pm", "…": "ldots"}
@@ -306,12 +338,13 @@ def verify(completion: str, gold: str, kind: str) -> int:
     r"""1 if the reply's final answer is the gold one, else 0; linear time. Only error: KeyError for a kind
     that is not in FINISH.
 
-    The LAST mark counts: `####` (no heading), \boxed{}, <answer>, "The answer is", in arc also "I choose". If
-    it is empty, cut off, doubted or undecided (5 or 7), nothing earlier is tried instead. Without any, gsm8k
-    and svamp take the last number of the closing sentence unless that hedges, asks or breaks off; arc the
-    only option label of the reply; math always wants a box. Numbers are exact: 48.0 = 48, 35% = 35, 18k =
-    18000, but 0.33 is not 1/3. math: equal numbers, else equal LaTeX in one spelling; `x =` and units may
-    lack on one side. A gold that cannot be read (empty, or words for gsm8k) gives 0 to every reply.
+    The LAST mark counts: `####` (no heading), \boxed{}, <answer>, "The answer is", in arc also "I choose"; but
+    not one in doubt, nor words that only speak of an answer ("to check the answer"). If it is empty, cut off
+    or undecided (5 or 7), nothing earlier is tried instead. Without any, or if it is taken back ("Wait, that
+    is wrong"), gsm8k and svamp take the last number of the closing sentence unless that hedges, asks or breaks
+    off; arc the only option label of the reply; math always wants a box. Numbers are exact: 48.0 = 48, 35% =
+    35, 18k = 18000, but 0.33 is not 1/3. math: equal numbers, else equal LaTeX in one spelling; `x =` and
+    units may lack on one side. A gold that cannot be read (empty, or words for gsm8k) gives 0 to every reply.
     """
     judges = dict.fromkeys(FINISH, _same_number) | {"math": _same_math, "arc": _same_choice}
     return int(judges[kind](_own_words(str(completion)), str(gold).strip()))
@@ -322,6 +355,8 @@ def _own_words(text):
     text = re.sub(r"<<[^<>\n]*>>|</?(?:b|strong|i|em|code)>", "", text.replace("’", "'"))
     text = re.sub(r"(?<!\d)\*\*|\*\*(?!\d)", "", text)  # 2**3 is a power, not bold
     first, *later = re.split(QUESTION, text)
+    if re.match(PREAMBLE, first):
+        first = ""
     return first if first.strip() or not later else re.split(r"[?\n]", later[0] + "\n", maxsplit=1)[1]
 
 def _box(text):
@@ -340,18 +375,35 @@ def _marked(text, *patterns):
         patterns = (HASHES, *patterns)
     marks = [mark for pattern in (BOX, TAG, *patterns) for mark in re.finditer(pattern, text)]
     marks.sort(key=re.Match.end, reverse=True)
-    sure = (mark for mark in marks if not re.search(DOUBT, text[max(0, mark.start() - 60):mark.start()]))
-    last = next(sure, None)
+    marks = [mark for mark in marks if not _spoken_of(mark)]
+    last = next((mark for mark in marks if not _doubted(mark)), None)
     if last is None:
         return "" if marks else None
     rest = text[last.end():]
+    if re.search(WITHDRAWN, rest):
+        return None
     step = re.search(r"(?im)^\W{0,6}(?:step|part) (\d\d?)", rest)
     if step and step[1] != "1":  # Step 2 withdraws the mark before it
         return None
     rest = _box(rest) if last.re.pattern == BOX else rest.partition("</answer>")[0]
+    rest = re.sub(r"\A\s*(?:```\w*\n|\\\[|\$\$|\n[-*] )", "", rest)  # a fence, display or list opens
     line = _latex(rest.strip().split("\n", 1)[0])
     clause = re.split(CLAUSE_END, line, maxsplit=1)[0]
     return "" if line[len(clause):].startswith("?") else clause.strip()
+
+def _spoken_of(mark):
+    """Does a statement only name an answer? A box, a tag and #### always give one."""
+    before = mark.string[max(0, mark.start() - 60):mark.start()]
+    return mark.re.pattern not in (BOX, TAG, HASHES) and re.search(SPOKEN, before) is not None
+
+def _doubted(mark):
+    """Is it denied or doubted? Of `the number who did not pass is \\boxed{28}` only the number's name is."""
+    before = mark.string[max(0, mark.start() - 60):mark.start()]
+    doubt = re.search(DOUBT, before)
+    if mark.re.pattern not in (BOX, TAG, HASHES):
+        return doubt is not None
+    about = doubt is not None and "answer" in doubt[0].lower()
+    return about or re.search(r"(?i)(?:n't|\b(?:not|never))\W{0,3}\Z", before) is not None
 
 def _closing(text):
     """Last sentence; "" if it hedges, is a heading, or ends neither in a stop nor a number with unit."""
@@ -363,7 +415,12 @@ def _closing(text):
 def _same_number(text, gold):
     """gsm8k, svamp: the first number behind the mark, or else the last one of the closing sentence."""
     marked = _marked(text, STATED % "answer")
-    clause = (_closing(text) if marked is None else marked).rpartition("=")[2]
+    clause = _closing(text) if marked is None else marked
+    why = r"(?i)(?<=[\w%]) \((?!or\b|to\b)[^()]*\d[^()]*\)\W*$"  # 48 (4 at 12 each)
+    if marked is not None:
+        why += r"|(?<=[\w%]) (?:because|since)\b.*$"
+    short = re.sub(why, "", clause)
+    clause = (short if re.search(r"\d", short) else clause).rpartition("=")[2]
     for letters, tens in ("kK", 3), ("M", 6), ("B", 9):  # 18k; in math k is a variable
         clause = re.sub(rf"(?<=\d)[{letters}]\b", rf"\\cdot10^{tens}", clause)
     found = list(NUMBER.finditer(clause))
@@ -395,6 +452,10 @@ def _same_math(text, gold):
     """math: the last box holds the same number, else the same text; spaces count only between digits."""
     *before, box = re.split(BOX, text)
     sides = [_latex(_box(box)) if before else "", _latex(gold)]
+    sides = [re.sub(r"^\(([A-F])\)$", r"\1", side) for side in sides]
+    other = re.match(r"([^{}]{1,60})\}[\s$]*(?:,|and|or)[\s,$]*$", before[-1][:99]) if before[1:] else None
+    if other:  # \boxed{2} and \boxed{3}
+        sides[0] = f"{_latex(other[1])}, {sides[0]}"
     bare = [re.sub(EXTRAS, "", side) for side in sides]
     if bare[0] == sides[0] or bare[1] == sides[1]:  # else both name a variable or unit: it must be the same
         sides = bare
@@ -404,8 +465,10 @@ def _same_math(text, gold):
 
 def _same_choice(text, gold):
     """arc: the label behind the mark, or else the only one of the reply; digits where the gold is a digit."""
-    marked = _marked(text, STATED % "(?:answer|option|choice|letter)", CHOSEN)
-    if marked is None and re.search(DENIED, text):
+    marked = _marked(text, STATED % "(?:answer|ans|option|choice|letter)", CHOSEN)
+    called = set(re.findall(r"\b([A-E])\)? is (?:also )?(?:correct|right)\b", text))
+    undecided = len(called) > 1 and not re.search(STATED % "answer", text)
+    if undecided or (marked is None and re.search(DENIED, text)):
         return False
     found = re.findall(LABEL, text) if marked is None else re.findall(CHOICE, marked)
     return {(a or b).upper() for a, b in found if (a or b).isdigit() == gold.isdigit()} == {gold.upper()}
