@@ -267,8 +267,8 @@ TAG = r"(?i)<answer>(?=[^<]*</answer>)"  # a tag that is closed, as in <answer>2
 # A statement; bare `A:` only before a number: in arc it labels an option. As in The answer should be 28
 STATED = (r"(?im)\b%s(?:,? (?:therefore|thus|then|hence),?| (?:to|for) [^.,:;!?\n]{1,50}?)?"
           r"(?:\s+(?:is|was|equals|(?:should|must|will) be)\b:?|\s*[:=])"
-          r"(?!\s*(?:(?:not|correct|right|reasonable|consistent|valid|verified|in|rounded|given|expressed|written"
-          r"|found|obtained|based|calculated)\b|(?-i:an? [a-z])|the (?!letter|option|choice)))"
+          r"(?!\s*(?:(?:not|correct|right|reasonable|consistent|valid|verified|in|rounded|given|expressed"
+          r"|written|found|obtained|based|calculated)\b|(?-i:an? [a-z])|the (?!letter|option|choice)))"
           r"|^A:(?=\s*\W{0,3}\d)")
 # A statement in doubt, by its clause so far. As in I don't think the answer is 28; the wrong answer is 28
 DOUBT = (r"(?i)(?:(?:n't|\b(?:not|never|cannot)) (?:\w+ )?(?:think|believe|sure|certain|true|say|clear|know"
@@ -338,13 +338,13 @@ def verify(completion: str, gold: str, kind: str) -> int:
     r"""1 if the reply's final answer is the gold one, else 0; linear time. Only error: KeyError for a kind
     that is not in FINISH.
 
-    The LAST mark counts: `####` (no heading), \boxed{}, <answer>, "The answer is", in arc also "I choose"; but
-    not one in doubt, nor words that only speak of an answer ("to check the answer"). If it is empty, cut off
+    The LAST mark counts: `####` (no heading), \boxed{}, <answer>, "The answer is", in arc "I choose"; but not
+    one in doubt, nor words that only speak of an answer ("to check the answer"). If it is empty, cut off
     or undecided (5 or 7), nothing earlier is tried instead. Without any, or if it is taken back ("Wait, that
-    is wrong"), gsm8k and svamp take the last number of the closing sentence unless that hedges, asks or breaks
-    off; arc the only option label of the reply; math always wants a box. Numbers are exact: 48.0 = 48, 35% =
-    35, 18k = 18000, but 0.33 is not 1/3. math: equal numbers, else equal LaTeX in one spelling; `x =` and
-    units may lack on one side. A gold that cannot be read (empty, or words for gsm8k) gives 0 to every reply.
+    is wrong"), gsm8k and svamp take the last number of the closing sentence unless that hedges, asks or
+    breaks off; arc the only option label of the reply; math always wants a box. Numbers are exact: 48.0 = 48,
+    35% = 35, 18k = 18000, but 0.33 is not 1/3. math: equal numbers, else equal LaTeX in one spelling; `x =`
+    and units may lack on one side. A gold that cannot be read (empty, or words for gsm8k) pays no reply.
     """
     judges = dict.fromkeys(FINISH, _same_number) | {"math": _same_math, "arc": _same_choice}
     return int(judges[kind](_own_words(str(completion)), str(gold).strip()))
