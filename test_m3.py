@@ -1808,7 +1808,7 @@ CASES = [  # kind, completion, gold, reward, why; most come in pairs, a right an
     ("gsm8k", "Is the answer 8?", "8", 0, "doubt is no statement"),
     ("gsm8k", "I am not sure the answer is 8.", "8", 0, "doubt is no statement"),
     # what a stranger's replies found
-    ("gsm8k", "Lou gave 6 nuts to Ada, but that cannot be since 36 is always 18.", "6", 0, "no closing number"),
+    ("gsm8k", "Lou gave 6 nuts to Ada, but no: since 36 is always 18.", "6", 0, "no closing number"),
     ("gsm8k", "#### 24\n\nLet's check the answer: 12 + 3 + 5 = 20. ✓", '20', 0, 'a remark is no answer'),
     ("gsm8k", "#### 24\n\nLet's check the answer: 12 + 3 + 5 = 20. ✓", '24', 1, 'a remark is no answer'),
     ("gsm8k", 'The answer is 24.\n\nTo verify the answer:\n16 - 3 - 5 = 12\n9 * 2 = 24',
