@@ -1658,35 +1658,33 @@ def compare(flags):
         for name in m3.METHODS if names[0] in m3.METHODS else ["privileged", *TOY_TEACHERS]:
             if name not in names and not (out / f"{name}-0" / "config.json").exists():
                 continue
-            some = {(name, seed): one_of(flags, name, seed, out) for seed in range(flags.seeds)}
-            left = [run for run in some.values() if standing(pathlib.Path(run.out), run) != "finished"]
+            some = [one_of(flags, name, seed, out) for seed in range(flags.seeds)]
+            left = [run for run in some if standing(pathlib.Path(run.out), run) != "finished"]
             if name in names or not left:  # an earlier comparison's rows stay in the table
-                runs |= some
+                runs[name] = some
                 todo += left
         if flags.model in TASKS:  # made before the children start, so that it is made once
             for kind in sorted({"base", flags.teacher, *names} & {"base", *TOY_TEACHERS}):
                 toy_model(kind, flags.model)
-        print(f"{len(runs)} runs in {out}, {len(todo)} to train, {os.cpu_count()} at a time", flush=True)
+        count = len(runs) * flags.seeds
+        print(f"{count} runs in {out}, {len(todo)} to train, {os.cpu_count()} at a time", flush=True)
         run_all(sorted(todo, key=lambda run: run.seed))
         text = tabulate(runs)
         replace_text(out / "table.md", text)
         spread = f"mean ± standard deviation over {flags.seeds} seeds, " if flags.seeds > 1 else ""
         print(f"{text}{spread}saved in {out}/table.md")
-        plot([run.out for run in runs.values()], out / "curves.png")
+        plot([run.out for some in runs.values() for run in some], out / "curves.png")
 
 def tabulate(runs):
-    """Markdown, a row per method or teacher, mean ± deviation over seeds. runs: {(name, seed): flags}."""
-    rows = {}
-    for (name, _), run in runs.items():
-        rows.setdefault(name, []).append(read_json(pathlib.Path(run.out) / "summary.json"))
-    methods = set(rows) <= set(m3.METHODS)
+    """Markdown, a row per method or teacher, mean ± deviation over seeds. runs: {name: [flags of a run]}."""
+    methods = set(runs) <= set(m3.METHODS)
     columns = ["accuracy_start", "accuracy_end", *(
         "reward_first20 reward_last20 kappa_mean conflict_mean" if methods else
         "accuracy_teacher gap_recovery loss_reduction_max loss_reduction_final gamma d_par cka_min").split()]
     head = ["method" if methods else "teacher", *columns, "collapsed", "at step"]
     table = [head, ["---"] * len(head)]
-    for name, ended in rows.items():
-        row = [name]
+    for name, some in runs.items():
+        row, ended = [name], [read_json(pathlib.Path(run.out) / "summary.json") for run in some]
         for column in columns:
             known = [run[column] for run in ended if run.get(column) is not None]
             spread = f" ± {torch.tensor(known).std().item():.2g}" if len(known) > 1 else ""
