@@ -1116,14 +1116,14 @@ def introduce(run, out, flags, device):
 
 def evaluate(model, world, flags, prompt="prompt_ids"):
     """Greedy accuracy on the held-out problems: verified / all of them. Returns it with the completions."""
-    parts, batch, rows = [], flags.prompts_per_step * flags.group_size, world.held_out
+    texts, batch, rows = [], flags.prompts_per_step * flags.group_size, world.held_out
+    mine = [row[prompt] for row in rows[RANK * len(rows) // WORLD:(RANK + 1) * len(rows) // WORLD]]
     with m3.packed(model):
-        for i in range(RANK * batch, len(rows), WORLD * batch):
-            prompts = [row[prompt] for row in rows[i:i + batch]]
-            tokens, mask, _ = m3.sample(model, prompts, 1, flags.max_new_tokens, 0.0, eos_ids=world.eos_ids,
-                                        pad_id=world.tokenizer.pad_token_id)
-            parts.append((i, m3.decode(world.tokenizer, tokens, mask)))
-    texts = [text for _, part in sorted(sum(gather(parts), [])) for text in part]
+        for i in range(0, len(mine), batch):
+            tokens, mask, _ = m3.sample(model, mine[i:i + batch], 1, flags.max_new_tokens, 0.0,
+                                        eos_ids=world.eos_ids, pad_id=world.tokenizer.pad_token_id)
+            texts += m3.decode(world.tokenizer, tokens, mask)
+    texts = sum(gather(texts), [])
     right = sum(m3.verify(text, row["answer"], row["kind"]) for text, row in zip(texts, rows))
     return right / len(rows), texts
 
