@@ -920,8 +920,8 @@ def standing(folder, flags):
 
 def complete(folder):
     """Is this a whole checkpoint? write_folder leaves no other, a copy or a clean-up may."""
-    weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
-    return bool(weights) and (folder / "trainer.pt").is_file() and (folder / "config.json").is_file()
+    named = all((folder / name).is_file() for name in ("trainer.pt", "config.json"))
+    return named and any(folder.glob("model*.safetensors"))
 
 def newest_checkpoint(out):
     """The folder of the newest complete checkpoint, or None: the one `last` names (a link, or a text file
@@ -931,9 +931,7 @@ def newest_checkpoint(out):
         names.append(os.readlink(last) if last.is_symlink() else last.read_text("utf-8").strip())
     with contextlib.suppress(OSError):
         logged = (out / "metrics.jsonl").read_bytes().count(b"\n") - 1
-        found = [CHECKPOINT.fullmatch(folder.name) for folder in out.iterdir()]
-        steps = sorted((int(match[1]) for match in found if match), reverse=True)  # as text, 1000 < 900
-        names += [f"checkpoint-{step}" for step in steps if step <= logged]
+        names += [f"checkpoint-{step}" for step in range(logged, 0, -1)]
     whole = (out / name for name in names if CHECKPOINT.fullmatch(name) and complete(out / name))
     return next(whole, None)
 
