@@ -462,7 +462,7 @@ def print_table(title, header, rows):
     for name, *cells in [header, *rows]:
         print(f"  {name:<24}" + "".join(f"{x:>14.3f}" if isinstance(x, float) else f"{x:>14}" for x in cells))
 
-def compare_kernels(step, model, few, **options):
+def compare_kernels(step, model, few, generator):
     """1. Every kernel against exact, and its time in training steps -> exact's columns, see m3.Signals."""
     def timed(call, *args, **how):  # -> seconds, result
         start = time.perf_counter()
@@ -472,7 +472,7 @@ def compare_kernels(step, model, few, **options):
 
     def watched(name, *args):  # of several micro-batches the times add up
         more = {"probes": int(name.split("=")[1])} if "=" in name else {}
-        seconds, result = timed(kdr_flat, model, *args, name.split(",")[0], **options, **more)
+        seconds, result = timed(kdr_flat, model, *args, name.split(",")[0], generator=generator, **more)
         spent[name] = spent.get(name, 0.0) + seconds
         return result
 
@@ -563,14 +563,13 @@ def main(argv=None):
     step = functools.partial(m3.m3_step, run.student, run.teacher, params=run.params,
                              settings=train.settings_of(flags),
                              micro_batch=flags.micro_batch, chunk=flags.vocab_chunk)
-    options = {"generator": generator}
     mixed = batch.advantages.nonzero()[:, 0].tolist()  # whole groups: all of one or none
     rows = mixed[:max(1, own.rows_exact // group) * group]
     prompts, hints = ([texts[b] for b in rows] for texts in (batch.prompts, batch.hints))
     few = m3.Batch(prompts, hints, *(column[rows] for column in batch[2:]))
-    exact = compare_kernels(step, run.model, few, **options)
+    exact = compare_kernels(step, run.model, few, generator)
     compare_steps(step, run.params, batch, few, exact)
-    kernel = functools.partial(kdr_flat, run.model, kernel=flags.kernel, **options)
+    kernel = functools.partial(kdr_flat, run.model, kernel=flags.kernel, generator=generator)
     whole = step(batch, "grpo", kdr=kernel, statistics=True, look=True)
     K, rewarded = whole.seen["K"], whole.seen["advantage"] != 0
     found = whole.geometry | conflict_share(K, whole.seen["cos"], torch.ones_like(K), rewarded)
