@@ -82,18 +82,6 @@ def encode(tokenizer, texts):
         ids = [[tokenizer.bos_token_id, *x] for x in ids]
     return ids
 
-def encode_rows(tokenizer, rows, shots, hint, date=None):
-    """Problems + prompt, prompt_ids, teacher_ids. hint: the privileged teacher's, see reference_text; "none"
-    gives the teacher the student's ids. shots, date: see prompt_text."""
-    ids = encode(tokenizer, [prompt_text(tokenizer, row, shots, date=date) for row in rows])
-    hinted = ids
-    if hint != "none":
-        shown = [reference_text(row, hint) for row in rows]
-        pairs = zip(rows, shown, strict=True)
-        hinted = encode(tokenizer, [prompt_text(tokenizer, row, shots, text, date) for row, text in pairs])
-    return [row | {"prompt": row["question"], "prompt_ids": student, "teacher_ids": teacher}
-            for row, student, teacher in zip(rows, ids, hinted, strict=True)]
-
 def check_teacher(tokenizer, teacher_tokenizer, names, widths):
     """The teacher reads the student's ids: same token maps, same widths of the logits. names, widths: pairs.
     Errors: ValueError."""

@@ -648,16 +648,25 @@ def load_rows(dataset, fields, seed, wanted=("train", "validation", "test")):
 
 def encode_rows(rows, tokenizer, context, max_new_tokens, shots, hint, date=None):
     """`rows` with prompt, prompt_ids and teacher_ids, without the few-shot examples; a row too long for the
-    context is left out: a cut prompt is another problem. date: see m3.prompt_text."""
+    context is left out: a cut prompt is another problem. hint: see m3.reference_text; "": the teacher reads
+    the student's prompt."""
     shown = {question_key(shot) for shot in shots}
     rows = [row for row in rows if question_key(row) not in shown]
     if not rows:
         fail(f"--few-shot {len(shots)} takes all rows for examples and leaves none to train on: lower it")
     kept, long = [], []
+
+    def read(part, references):
+        pairs = zip(part, references)
+        return m3.encode(tokenizer, [m3.prompt_text(tokenizer, row, shots, text, date) for row, text in pairs])
+
     for i in bar(range(0, len(rows), 1000), "tokens, by the thousand"):
-        for row in m3.encode_rows(tokenizer, rows[i:i + 1000], shots, hint, date):
-            width = max(len(row["prompt_ids"]), len(row["teacher_ids"])) + max_new_tokens
-            (kept if width <= context else long).append(row)
+        part = rows[i:i + 1000]
+        ours = read(part, [""] * len(part))
+        its = read(part, [m3.reference_text(row, hint) for row in part]) if hint else ours
+        for row, ids, teacher_ids in zip(part, ours, its):
+            row = row | {"prompt": row["question"], "prompt_ids": ids, "teacher_ids": teacher_ids}
+            (kept if max(len(ids), len(teacher_ids)) + max_new_tokens <= context else long).append(row)
     why = f"length filter (prompt + {max_new_tokens} new tokens within a context of {context})"
     if not kept:
         fail(f"0 of {len(rows)} rows left after the {why}: lower --max-new-tokens or --few-shot")
@@ -1067,7 +1076,7 @@ def load(flags, device):
     if unshown and not other and flags.hint == "solution":
         print(f"{unshown} of {len(rows['train'])} train rows lack a solution: their teacher reads the answer")
     context = min(context_length(model.config) for model in (base, other) if model)
-    shots, hint = rows["train"][:flags.few_shot], "none" if other else flags.hint
+    shots, hint = rows["train"][:flags.few_shot], "" if other else flags.hint
     with or_fail(f"--model {flags.model}: its tokenizer or chat template cannot write a prompt"):
         problems, held_out = (
             encode_rows(part, tokenizer, context, flags.max_new_tokens, shots, hint, flags.date)
