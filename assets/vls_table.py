@@ -6,7 +6,7 @@ mu = G^2/(2L) of gradient norm G and loss L. The table is [VLS Table E.3], see n
 column counts the checkpoints at which the occupancy term lets the loss fall [VLS E.1]. The picture shows
 medians of nine steps. The logs are in assets/vls, see SOURCE.md there.
 """
-import csv, pathlib, sys
+import csv, math, pathlib, sys
 
 from matplotlib.figure import Figure
 
@@ -45,6 +45,7 @@ def show_curves(curves, file):
         mu = [ntk.learning_signal(G, L) for G, L in zip(norms, losses)]
         for axis, values in zip(axes, (mu, [L and L / losses[0] for L in losses])):
             smooth = [ntk.median(values[max(i - 4, 0):i + 5]) for i in range(len(values))]
+            smooth = [x if x > 0 else math.nan for x in smooth]  # a top-k loss below 0 has no logarithm
             axis.plot(range(1, len(smooth) + 1), smooth, label=pathlib.Path(name).name, linewidth=1.8)
     for axis, title in zip(axes, ("learning signal mu", "remaining loss L/L_1")):
         axis.set(yscale="log")
