@@ -391,7 +391,7 @@ def _doubted(mark):
     if mark.re.pattern not in (BOX, TAG, HASHES):
         return doubt is not None
     about = doubt is not None and "answer" in doubt[0].lower()
-    return about or re.search(r"(?i)(?:n't|\b(?:not|never))\W{0,3}\Z", before) is not None
+    return about or re.search(r"(?i)(?:n't|\b(?:not|never))[^\w\n.]{0,3}\Z", before) is not None
 
 def _closing(text):
     """Last sentence; "" if it hedges, is a heading, or ends neither in a stop nor a number with unit."""

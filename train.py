@@ -504,7 +504,7 @@ def read_parts(dataset):
         word = re.search(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)(?:ing)?(?=[-_.\d])", name)
         if word and name[0] != "." and file.suffix.lower() in (".json", ".jsonl", ".csv", ".parquet"):
             parts.setdefault(word[1] if word[1][0] == "t" else "validation", []).extend(read_file(file))
-        elif name[0] != "." and (file.is_dir() or re.search(r"\.(json|jsonl|csv|parquet)\b", name)):
+        elif re.search(r"^[^.].*\.(json|jsonl|csv|parquet)\b", name):
             others.append(file.name)
     if "train" not in parts and (others or not parts):  # beside others, a lone test file is no train file
         fail(f"--dataset {dataset}: no file in it has train in its name: give one file or an inner folder,"
@@ -657,8 +657,8 @@ def encode_rows(rows, tokenizer, context, max_new_tokens, shots, hint, date=None
     kept, long = [], []
 
     def read(part, references):
-        pairs = zip(part, references)
-        return m3.encode(tokenizer, [m3.prompt_text(tokenizer, row, shots, text, date) for row, text in pairs])
+        return m3.encode(tokenizer, [m3.prompt_text(tokenizer, row, shots, text, date)
+                                     for row, text in zip(part, references)])
 
     for i in bar(range(0, len(rows), 1000), "tokens, by the thousand"):
         part = rows[i:i + 1000]
