@@ -1751,7 +1751,7 @@ def one_run(flags):
 
 @contextlib.contextmanager
 def no_traceback():
-    """What ends the program from outside, ends it in one line and with all that was begun tidied up."""
+    """A signal, a full memory or a missing package end the program in one line; what was begun is tidied up."""
     def stop(number, frame):
         raise KeyboardInterrupt
 
