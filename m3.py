@@ -886,8 +886,8 @@ class Batch(NamedTuple):
     weights: torch.Tensor  # [B, N], see token_weights
 
 class MicroBatch:
-    """Some rows of a batch on their way through student and teacher; their T real tokens lie flat. It runs the
-    backbones; its Signals, one for each chunk of tokens, run the heads."""
+    """Some rows of a batch on their way through student and teacher; their T real tokens lie flat.
+    It runs the backbones; its Signals, one for each chunk of tokens, run the heads."""
     def __init__(self, student, teacher, batch, rows, settings, kdr, chunk, checkpointing):
         self.student, self.teacher, self.settings = student, teacher, settings
         self.kdr, self.chunk = kdr, chunk

@@ -1751,7 +1751,7 @@ def one_run(flags):
 
 @contextlib.contextmanager
 def no_traceback():
-    """A signal, a full memory or a missing package end the program in one line; what was begun is tidied up."""
+    """A signal, a full memory, a missing package end the program in one line; what was begun is tidied up."""
     def stop(number, frame):
         raise KeyboardInterrupt
 
