@@ -379,16 +379,20 @@ def _marked(text, *patterns):
     clause = re.split(CLAUSE_END, line, maxsplit=1)[0]
     return "" if line[len(clause):].startswith("?") else clause.strip()
 
+def _front(mark):
+    """What stands in front of a mark, and whether it is a statement: no box, no tag, no ####."""
+    return mark.string[max(0, mark.start() - 60):mark.start()], mark.re.pattern not in (BOX, TAG, HASHES)
+
 def _spoken_of(mark):
-    """Does a statement only name an answer? A box, a tag and #### always give one."""
-    before = mark.string[max(0, mark.start() - 60):mark.start()]
-    return mark.re.pattern not in (BOX, TAG, HASHES) and re.search(SPOKEN, before) is not None
+    """Does a statement only name an answer?"""
+    before, stated = _front(mark)
+    return stated and re.search(SPOKEN, before) is not None
 
 def _doubted(mark):
     """Is it denied or doubted? Of `the number who did not pass is \\boxed{28}` only the number's name is."""
-    before = mark.string[max(0, mark.start() - 60):mark.start()]
+    before, stated = _front(mark)
     doubt = re.search(DOUBT, before)
-    if mark.re.pattern not in (BOX, TAG, HASHES):
+    if stated:
         return doubt is not None
     about = doubt is not None and "answer" in doubt[0].lower()
     return about or re.search(r"(?i)(?:n't|\b(?:not|never))[^\w\n.]{0,3}\Z", before) is not None

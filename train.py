@@ -1011,6 +1011,10 @@ def gather(value):
             torch.distributed.all_gather_object(parts, value)
     return parts
 
+def my_share(rows):
+    """This process's part of a list or a tensor; the parts of all ranks, in order, are the whole."""
+    return rows[RANK * len(rows) // WORLD:(RANK + 1) * len(rows) // WORLD]
+
 def add_up(tensors):
     """Replace each tensor by its sum over the ranks."""
     with or_fail("the processes cannot talk, or another has ended", code=1):
@@ -1124,7 +1128,7 @@ def introduce(run, out, flags, device):
 def evaluate(model, world, flags, prompt="prompt_ids"):
     """Greedy accuracy on the held-out problems: verified / all of them. Returns it with the completions."""
     texts, batch, rows = [], flags.prompts_per_step * flags.group_size, world.held_out
-    mine = [row[prompt] for row in rows[RANK * len(rows) // WORLD:(RANK + 1) * len(rows) // WORLD]]
+    mine = [row[prompt] for row in my_share(rows)]
     with m3.packed(model):
         for i in range(0, len(mine), batch):
             tokens, mask, _ = m3.sample(model, mine[i:i + batch], 1, flags.max_new_tokens, 0.0,
@@ -1172,7 +1176,8 @@ def resume(run, world, out, flags):
         log, samples = ([line for line in read_log(out / f"{name}.jsonl") if line["step"] <= saved["step"]]
                         for name in ("metrics", "samples"))
         assert [line["step"] for line in log] == list(range(saved["step"] + 1)), "metrics.jsonl lacks steps"
-    if saved.get("rows", world.rows_hash()) != world.rows_hash():
+    rows = world.rows_hash()
+    if saved.get("rows", rows) != rows:
         fail(f"--resume {out}: --dataset {flags.dataset} has other rows than when the run began: put them"
              " back, or start anew with another --out")
     if not steps_left(flags, log):  # asked before anything is written
@@ -1195,15 +1200,15 @@ class Rollouts(NamedTuple):
 
 def roll_out(run, world, flags, problems, generator):
     """G responses to each of this process's problems, each by random numbers of its own, fixed by step."""
-    group, count = flags.group_size, len(problems)
-    mine = slice(RANK * count // WORLD, (RANK + 1) * count // WORLD)
-    uniforms = torch.rand(count, group, flags.max_new_tokens, generator=generator)[mine].flatten(0, 1)
-    prompts = [problem["prompt_ids"] for problem in problems[mine]]
+    group, mine = flags.group_size, my_share(problems)
+    uniforms = torch.rand(len(problems), group, flags.max_new_tokens, generator=generator)
+    uniforms = my_share(uniforms).flatten(0, 1)
+    prompts = [problem["prompt_ids"] for problem in mine]
     with m3.packed(run.model):
         tokens, mask, _ = m3.sample(  # [B, N]
             run.model, prompts, group, flags.max_new_tokens, flags.temperature, uniforms=uniforms,
             eos_ids=world.eos_ids, pad_id=world.tokenizer.pad_token_id)
-    asked = [problem for problem in problems[mine] for _ in range(group)]
+    asked = [problem for problem in mine for _ in range(group)]
     return Rollouts(asked, tokens, mask, m3.decode(world.tokenizer, tokens, mask))
 
 def grade(rollouts, device):
